@@ -1,0 +1,42 @@
+# Every target sets up what it needs in .venv by itself. PYTHON=python3.12 make … chooses the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
+
+.PHONY: demo test test-all lab export notebooks figures
+
+demo: .venv/demo.ready                ## train CARE-S0 on real digits, evaluate, export to Core ML, verify
+	$(BIN)/carelite demo
+
+test: .venv/dev.ready                 ## every test and every notebook
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pytest -m "not unchecked and not slow" --jaxtyping-packages=carelite,beartype.beartype
+	$(BIN)/pytest -m "unchecked and not slow"
+	$(BIN)/pytest --nbval notebooks/
+
+test-all: test                        ## and what takes longer: every model at full size
+	$(BIN)/pytest -m slow
+
+lab: .venv/dev.ready                  ## open the notebooks
+	$(BIN)/jupyter lab notebooks
+
+export: .venv/dev.ready               ## write carelite/ from the notebooks
+	$(BIN)/nbdev-export
+
+notebooks: .venv/dev.ready            ## execute all notebooks in place, then export
+	$(BIN)/python .ci/notebooks.py $(NOTEBOOKS)
+	$(BIN)/nbdev-export
+
+figures: .venv/dev.ready              ## execute all notebooks and save their pictures to figures/
+	CARELITE_FIGURES=$(CURDIR)/figures $(BIN)/python .ci/notebooks.py $(NOTEBOOKS)
+
+.venv/demo.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[train,export]"
+	touch $@
+
+.venv/dev.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[notebooks,train,export,dev]"
+	touch $@

@@ -1,0 +1,7 @@
+"""Mobile-friendly linear vision transformers: CARE and CAS-ViT, registered with timm on import."""
+
+from carelite.backbone import create_model, list_models, read_checkpoint
+from carelite.care import CARE, CARE_CONFIGS
+
+__version__ = "0.1.0"
+__all__ = ["CARE", "CARE_CONFIGS", "create_model", "list_models", "read_checkpoint"]
