@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import timm
 import torch
-from helpers import MODELS, filled, images
 from timm.layers import LayerScale2d
 from timm.optim import create_optimizer_v2
 from torch.nn import functional as F
 
 import carelite
+from helpers import MODELS, filled, images
 
 SIZES = ((32, 32), (96, 160), (100, 75), (224, 224), (256, 192))
 ROUNDS_UP = {name: name.startswith("cas_vit") for name in MODELS}
@@ -358,9 +358,7 @@ def test_attention_in_half_precision(core, tokens, signs, magnitude):
 
 
 def test_no_extra_is_imported(project_python):
-    extras = (
-        "sklearn matplotlib coremltools onnx onnxruntime accelerate torchinfo nbdev pytest IPython tqdm.notebook"
-    )
+    extras = "sklearn matplotlib coremltools onnx onnxruntime accelerate torchinfo nbdev pytest IPython tqdm.notebook"
     code = f"import sys, carelite; print([m for m in {extras.split()!r} if m in sys.modules])"
     assert project_python(code).strip() == "[]"
 

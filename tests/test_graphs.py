@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import MODELS, fill_in_place, filled, images
 
 import carelite
+from helpers import MODELS, fill_in_place, filled, images
 
 pytestmark = pytest.mark.unchecked
 

@@ -5,10 +5,10 @@ import argparse
 import pytest
 import timm
 import torch
-from helpers import MODELS, filled, images, official_state_dict
 from safetensors.torch import save_file
 
 import carelite
+from helpers import MODELS, filled, images, official_state_dict
 
 X = images(1, 64, 64)
 each_model = pytest.mark.parametrize("name", MODELS)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import MODELS, assert_figures, filled, images, official
 from torch import nn
 
 from carelite import additive_attention, cas_vit, dual_interaction, linear_attention
@@ -10,6 +9,7 @@ from carelite.additive_attention import CATM, SpatialInteraction
 from carelite.asymmetric_decoupling import LocalBias, Strips
 from carelite.care import CAREBlock
 from carelite.dual_interaction import DualInteraction, Expansion, Interaction
+from helpers import MODELS, assert_figures, filled, images, official
 
 CARE_MODELS = [m for m in MODELS if m.startswith("care")]
 CAS_VIT_MODELS = [m for m in MODELS if m.startswith("cas_vit")]

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import MODELS, SIZES, assert_figures, filled, images, official
 from torch.utils.flop_counter import FlopCounterMode
+
+from helpers import MODELS, SIZES, assert_figures, filled, images, official
 
 
 @pytest.fixture(scope="module", params=MODELS)
