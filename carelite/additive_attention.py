@@ -49,9 +49,10 @@ class SwiftAttention(nn.Module):
         self.proj = nn.Conv2d(dim, dim, 1)
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        q, k = (F.normalize(part, dim=1) for part in self.qk(x).chunk(2, dim=1))  # (B, C, H, W) each
+        normalise = partial(F.normalize, eps=1e-6)  # the default, 1e-12, is zero in half precision
+        q, k = (normalise(part, dim=1) for part in self.qk(x).chunk(2, dim=1))  # (B, C, H, W) each
         scores = self.score(q).flatten(2) / q.shape[1] ** 0.5  # (B, 1, N)
-        weights = F.normalize(scores, dim=-1)
+        weights = normalise(scores, dim=-1)
         query = q.flatten(2) @ weights.transpose(1, 2)  # (B, C, 1)
         return self.proj(self.transform(k * query.unsqueeze(-1)) + q)
 

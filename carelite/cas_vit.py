@@ -79,7 +79,7 @@ class CASBlock(nn.Module):
     """x + local integration, then + mixer of BatchNorm, then + MLP of BatchNorm. (B, C, H, W) → (B, C, H, W).
 
     Arguments: `dim`, C; `local`, `mixer` and `mlp`, modules on C channels; `drop_path`, the chance to skip the
-    mixer's and, drawn anew, the MLP's branch in training. Source: CAS-ViT, figure 2; official code.
+    mixer's and, drawn anew, the MLP's branch in training. Source: CAS-ViT, section 3; official code.
     """
 
     def __init__(self, dim: int, local: nn.Module, mixer: nn.Module, mlp: nn.Module, drop_path: float = 0.0):
