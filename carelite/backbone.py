@@ -344,7 +344,9 @@ def checkpoint_filter(renames: dict[str, str]) -> Callable[[dict[str, Tensor], n
             given, wanted = without_heads(given), without_heads(wanted)
         faults = misfits(given, wanted)
         if any(faults):
-            lines = [line for kind in faults for line in [*kind[:10], f"… and {len(kind) - 10} more"][: len(kind)]]
+            lines = []
+            for kind in faults:  # ten of each kind, and how many more there are
+                lines += kind[:10] + [f"… and {len(kind) - 10} more"] * (len(kind) > 10)
             raise ValueError(
                 f"the checkpoint does not fit {type(model).__name__}: {sum(map(len, faults))} of its tensors differ. "
                 "Is it of another variant?" + "".join(f"\n  {line}" for line in lines)

@@ -70,7 +70,7 @@ def trace(network: nn.Module, size: tuple[int, int], classifier: bool) -> torch.
 
 # %% ../notebooks/13_export.ipynb #cell-029
 def convert(program: torch.export.ExportedProgram, size: tuple[int, int], precision: str, outputs, classes):
-    """A Core ML package, in memory, of a traced program. `outputs`: names of its results; `classes`: labels, or None."""
+    """A Core ML package, in memory, of a traced program; `outputs` names its results, `classes` are labels or None."""
     ct = import_coremltools()
     target = dict(minimum_deployment_target=ct.target.iOS16)
     image = ct.ImageType(name="image", shape=(1, 3, *size), color_layout=ct.colorlayout.RGB)
