@@ -1,7 +1,6 @@
 # Every target sets up what it needs in .venv by itself. PYTHON=python3.12 make … chooses the interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
-NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
 
 .PHONY: demo test test-all lab export notebooks figures
 
@@ -22,14 +21,13 @@ lab: .venv/dev.ready                  ## open the notebooks
 	$(BIN)/jupyter lab notebooks
 
 export: .venv/dev.ready               ## write carelite/ from the notebooks
-	$(BIN)/nbdev-export
+	$(BIN)/python .ci/notebooks.py --export
 
-notebooks: .venv/dev.ready            ## execute all notebooks in place, then export
-	$(BIN)/python .ci/notebooks.py $(NOTEBOOKS)
-	$(BIN)/nbdev-export
+notebooks: .venv/dev.ready            ## execute all notebooks in place and write carelite/ from them
+	$(BIN)/python .ci/notebooks.py
 
 figures: .venv/dev.ready              ## execute all notebooks and save their pictures to figures/
-	CARELITE_FIGURES=$(CURDIR)/figures $(BIN)/python .ci/notebooks.py $(NOTEBOOKS)
+	CARELITE_FIGURES=$(CURDIR)/figures $(BIN)/python .ci/notebooks.py
 
 .venv/demo.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,9 +1,10 @@
-"""Execute notebooks in place, top to bottom in a fresh kernel, and keep what differs between runs out of the files.
+"""Execute notebooks in place, top to bottom in a fresh kernel, and write carelite/ from them.
 
-Usage: python .ci/notebooks.py [NOTEBOOK ...]     (default: all)
+Usage: python .ci/notebooks.py [--export] [NOTEBOOK ...]     (default: all; --export: only write the modules)
 
-Cell ids follow the position, execution counts run 1..n, timing and widget state are dropped. A notebook is replaced
-only when it ran without an error. Badges and the bootstrap cell take the repository's address from pyproject.toml.
+What differs between runs is kept out of the files. Cell ids follow the position, execution counts run 1..n, timing and
+widget state are dropped. A notebook is replaced only when it ran without an error. Badges and the bootstrap cell take the
+repository's address from pyproject.toml.
 """
 
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import nbformat
 from nbconvert.preprocessors import ExecutePreprocessor
+from nbdev.export import nb_export
+from nbdev.maker import ModuleMaker
 
 ROOT = Path(__file__).parents[1]
 METADATA = {
@@ -62,7 +65,19 @@ def run(path: Path) -> None:
     partial.replace(path)
 
 
+def export(path: Path) -> None:
+    """Write the modules of the notebook at `path`, each anew.
+
+    nbdev-export would append to every module but the first of a notebook, and 05 writes two.
+    """
+    nb_export(path, ROOT / "carelite", mod_maker=lambda **kwargs: ModuleMaker(**kwargs | {"is_new": True}))
+
+
 if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:] or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))):
+    only_export = "--export" in sys.argv
+    named = [Path(argument).resolve() for argument in sys.argv[1:] if argument != "--export"]
+    for path in named or sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
         print(path, flush=True)
-        run(path)
+        if not only_export:
+            run(path)
+        export(path)

@@ -161,11 +161,11 @@ def describe(package, model: nn.Module, classes, mean, std, precision: str):
 
 # %% ../notebooks/13_export.ipynb #cell-038
 def export_coreml(
-    model: Backbone,
+    model: nn.Module,
     path: str | Path,
     *,
-    image_size: int | tuple[int, int],
-    classes: Sequence[str] | None = None,
+    image_size: int | Sequence[int],
+    classes: Sequence | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     precision: str = "float16",

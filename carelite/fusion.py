@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['NEIGHBOURS', 'FUSED_BLOCKS', 'batchnorm_as_affine', 'double_weight_and_bias', 'with_weights', 'fold_after',
-           'fold_before', 'neighbours', 'fold_batchnorms', 'merge_heads', 'FusedCAREBlock', 'learners_of',
-           'fuse_care_block', 'FusedBackbone', 'fold_normalisation', 'fuse']
+           'fold_before', 'neighbours', 'fold_batchnorms', 'merge_heads', 'fold_final_norm', 'FusedCAREBlock',
+           'learners_of', 'fuse_care_block', 'FusedBackbone', 'fold_normalisation', 'fuse']
 
 # %% ../notebooks/12_fusion.ipynb #cell-005
 import copy
@@ -16,9 +16,11 @@ from timm.layers import LayerScale2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .additive_attention import SpatialInteraction
 from .asymmetric_decoupling import DecoupledMixer, LocalBias
 from .backbone import Backbone, Head
 from .care import CAREBlock, LastCAREBlock
+from .cas_vit import CASBlock
 from .dual_interaction import DualInteraction, Expansion, Interaction
 
 # %% ../notebooks/12_fusion.ipynb #cell-010
@@ -60,9 +62,9 @@ def fold_after(conv: nn.Conv2d, scale: Float[Tensor, "D"], shift: Float[Tensor, 
 def fold_before(scale: Float[Tensor, "C"], shift: Float[Tensor, "C"], conv: nn.Conv2d) -> nn.Conv2d:
     """The convolution that computes conv(scale·x + shift), scale and shift per input channel.
 
-    Raises ValueError for a padded convolution, whose border sees zeros where it must see the shift.
+    Raises ValueError for a padded convolution and a shift other than 0: the border sees zeros where it must see the shift.
     """
-    if conv.padding not in ((0, 0), "valid"):
+    if conv.padding not in ((0, 0), "valid") and bool(shift.any()):
         raise ValueError(
             f"a convolution with padding={conv.padding} cannot take in the scale and shift before it: "
             "its border would see zeros where it must see the shift."
@@ -77,15 +79,18 @@ def fold_before(scale: Float[Tensor, "C"], shift: Float[Tensor, "C"], conv: nn.C
 NEIGHBOURS: dict[type, tuple[tuple[str, str], ...]] = {
     Expansion: (("norm", "expand"),),
     Interaction: (("norm", "expand"),),
-}  # type of a module → its children of which the second takes the first's output, and nothing else does
+    SpatialInteraction: (("depthwise", "norm"),),
+    CASBlock: (("norm1", "mixer.qkv"), ("norm2", "mlp.fc1")),
+}  # type of a module → its submodules of which the second takes the first's output, and nothing else does
 
 # %% ../notebooks/12_fusion.ipynb #cell-027
 def neighbours(module: nn.Module) -> list[tuple[str, str]]:
-    """Names of pairs of children that run directly one after the other: from `NEIGHBOURS`, or a Sequential's order."""
+    """Pairs of submodules that run directly one after the other: from `NEIGHBOURS`, or a Sequential's order."""
     if type(module).forward is nn.Sequential.forward:
         names = [name for name, _ in module.named_children()]
         return list(zip(names, names[1:]))
-    return list(NEIGHBOURS.get(type(module), ()))
+    submodules = dict(module.named_modules())
+    return [pair for pair in NEIGHBOURS.get(type(module), ()) if submodules.keys() >= set(pair)]
 
 # %% ../notebooks/12_fusion.ipynb #cell-028
 def fold_batchnorms(model: nn.Module) -> nn.Module:
@@ -97,11 +102,11 @@ def fold_batchnorms(model: nn.Module) -> nn.Module:
         for first, second in neighbours(module):
             a, b = module.get_submodule(first), module.get_submodule(second)
             if isinstance(a, nn.Conv2d) and isinstance(b, nn.BatchNorm2d):
-                setattr(module, first, fold_after(a, *batchnorm_as_affine(b)))
-                setattr(module, second, nn.Identity())
+                module.set_submodule(first, fold_after(a, *batchnorm_as_affine(b)))
+                module.set_submodule(second, nn.Identity())
             elif isinstance(a, nn.BatchNorm2d) and isinstance(b, nn.Conv2d):
-                setattr(module, first, nn.Identity())
-                setattr(module, second, fold_before(*batchnorm_as_affine(a), b))
+                module.set_submodule(first, nn.Identity())
+                module.set_submodule(second, fold_before(*batchnorm_as_affine(a), b))
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -132,6 +137,22 @@ def merge_heads(heads: Sequence[Head]) -> nn.Sequential:
     return nn.Sequential(OrderedDict(act=act, norm=norm, fc=fc))
 
 # %% ../notebooks/12_fusion.ipynb #cell-037
+def fold_final_norm(model: Backbone) -> None:
+    """Move a BatchNorm that stands before the pooling into both heads, in place.
+
+    Without heads, or with another pooling than the average, a depthwise 1×1 convolution takes its place.
+    """
+    if not isinstance(model.norm, nn.BatchNorm2d):
+        return
+    scale, shift = batchnorm_as_affine(model.norm)
+    heads = model.get_classifier() if model.num_classes and model.global_pool.pool_type == "avg" else ()
+    for head in heads:
+        weight, bias = double_weight_and_bias(head.fc)
+        head.fc = with_weights(head.fc, weight * scale, bias + weight @ shift)
+    stand_in = nn.Conv2d(len(scale), len(scale), 1, groups=len(scale)).to(model.norm.weight)
+    model.norm = nn.Identity() if heads else with_weights(stand_in, scale.view(-1, 1, 1, 1), shift)
+
+# %% ../notebooks/12_fusion.ipynb #cell-040
 class FusedCAREBlock(nn.Module):
     """A CARE block for inference: one split, the learners side by side, Inter₁, Inter₂ with γ inside its last 1×1.
 
@@ -162,7 +183,7 @@ class FusedCAREBlock(nn.Module):
         update = self.inter2(joined)
         return update if self.gamma is None else torch.addcmul(x, joined, self.gamma) + update
 
-# %% ../notebooks/12_fusion.ipynb #cell-039
+# %% ../notebooks/12_fusion.ipynb #cell-042
 def learners_of(mixer: nn.Module, dim: int) -> tuple[list[int], list[nn.Module]]:
     """The learners that stand side by side in a mixer on `dim` channels: the channels of each, and the learners."""
     if type(mixer) is not DecoupledMixer:
@@ -191,49 +212,60 @@ def fuse_care_block(block: CAREBlock) -> FusedCAREBlock:
         gamma = gamma.view(1, -1, 1, 1)
     return FusedCAREBlock([block.memory_dim, *sizes], learners, both.inter1, nn.Sequential(layers), gamma)
 
-# %% ../notebooks/12_fusion.ipynb #cell-042
+# %% ../notebooks/12_fusion.ipynb #cell-045
 class FusedBackbone(nn.Module):
     """A fused network: images to logits (B, num_classes), or to features where the model had no classes.
 
-    Arguments: `model`, whose parts are fused already; `head`, one module on the pooled features.
+    Arguments: `model`, whose parts are fused already; `head`, one module on the pooled features; `offset`, None or one
+    number per image channel, subtracted from the image.
     """
 
-    def __init__(self, model: Backbone, head: nn.Module):
+    def __init__(self, model: Backbone, head: nn.Module, offset: Tensor | None = None):
         super().__init__()
+        self.register_buffer("offset", None if offset is None else offset.view(1, -1, 1, 1))
         self.num_classes, self.num_features = model.num_classes, model.num_features
         self.pretrained_cfg = copy.deepcopy(getattr(model, "pretrained_cfg", None))
         self.stem, self.stages, self.norm = model.stem, model.stages, model.norm
         self.global_pool, self.head = model.global_pool, head
 
     def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D H2 W2"]:
-        """The last stage's output, unpooled."""
+        """The last stage's output, unpooled, and without a norm that went into the head."""
+        x = x if self.offset is None else x - self.offset
         return self.norm(self.stages(self.stem(x)))
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Tensor:
         return self.head(self.global_pool(self.forward_features(x)))
 
-# %% ../notebooks/12_fusion.ipynb #cell-044
-FUSED_BLOCKS = {CAREBlock: fuse_care_block, LastCAREBlock: fuse_care_block}  # type of a block → what fuses it
+# %% ../notebooks/12_fusion.ipynb #cell-047
+FUSED_BLOCKS = {
+    CAREBlock: fuse_care_block,
+    LastCAREBlock: fuse_care_block,
+    CASBlock: nn.Identity(),  # nothing is left to do once its BatchNorms are folded
+}  # type of a block → what fuses it
 
-# %% ../notebooks/12_fusion.ipynb #cell-045
-def fold_normalisation(stem: nn.Conv2d, mean: Sequence[float], std: Sequence[float]) -> nn.Conv2d:
-    """The stem's convolution for images in 0..255: it computes stem((x/255 − mean)/std).
+# %% ../notebooks/12_fusion.ipynb #cell-048
+def fold_normalisation(
+    stem: nn.Conv2d, mean: Sequence[float], std: Sequence[float]
+) -> tuple[nn.Conv2d, Float[Tensor, "C"] | None]:
+    """A convolution and an offset for images in 0..255: conv(x − offset) is stem((x/255 − mean)/std).
 
-    Raises ValueError for a padded stem, and where mean and std do not fit its channels.
+    An unpadded stem takes the mean in too, and needs no offset (None). Raises ValueError where mean and std do not fit.
     """
     mean, std = (torch.tensor(v, dtype=torch.float64, device=stem.weight.device).flatten() for v in (mean, std))
     if not len(mean) == len(std) == stem.in_channels or not bool((std > 0).all()):
         raise ValueError(f"mean and std must hold {stem.in_channels} numbers each, one per channel, std above 0.")
-    return fold_before(1 / (255 * std), -mean / std, stem)
+    if stem.padding in ((0, 0), "valid"):
+        return fold_before(1 / (255 * std), -mean / std, stem), None
+    return fold_before(1 / (255 * std), torch.zeros_like(mean), stem), 255 * mean
 
-# %% ../notebooks/12_fusion.ipynb #cell-046
-def fuse(model: Backbone, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> FusedBackbone:
+# %% ../notebooks/12_fusion.ipynb #cell-049
+def fuse(model: nn.Module, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> FusedBackbone:
     """A new module that computes what `model` does in eval mode, with less work; `model` is left as it is.
 
     Arguments: `model`, in eval mode; `mean` and `std`, one number per image channel on the scale 0..1: given both, the
-    result takes images in 0..255 and normalises them inside its stem.
-    Raises TypeError for what is no carelite model; ValueError for one in training mode, for a part that no rule
-    covers (an ablation, another family), and for an input normalisation before a padded stem.
+    result takes images in 0..255 and normalises them itself.
+    Raises TypeError for what is no carelite model; ValueError for one in training mode and for a part that no rule
+    covers, such as an ablation.
     """
     if not isinstance(model, Backbone):
         raise TypeError(f"fuse takes a carelite model such as CARE, got {type(model).__name__}.")
@@ -245,12 +277,15 @@ def fuse(model: Backbone, mean: Sequence[float] | None = None, std: Sequence[flo
     if unknown := sorted(kind.__name__ for kind in kinds if kind not in FUSED_BLOCKS):
         raise ValueError(f"no rule fuses blocks of type {', '.join(unknown)}: add one to FUSED_BLOCKS.")
     dtype = model.stem[0].weight.dtype
-    model = fold_batchnorms(copy.deepcopy(model).double())
+    model = copy.deepcopy(model).double()
+    fold_final_norm(model)
+    fold_batchnorms(model)
     for stage in model.stages:
         stage.grad_checkpointing = False
         for t, block in enumerate(stage.blocks):
             stage.blocks[t] = FUSED_BLOCKS[type(block)](block)
+    offset = None
     if mean is not None:
-        model.stem[0] = fold_normalisation(model.stem[0], mean, std)
+        model.stem[0], offset = fold_normalisation(model.stem[0], mean, std)
     head = merge_heads(model.get_classifier()) if model.num_classes else nn.Identity()
-    return FusedBackbone(model, head).to(dtype).eval().requires_grad_(False)
+    return FusedBackbone(model, head, offset).to(dtype).eval().requires_grad_(False)

@@ -10,12 +10,13 @@ import importlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from timm.optim import create_optimizer_v2
@@ -34,9 +35,9 @@ from .data import ImageSplits, normalise
 class TrainConfig:
     """A training run: all that decides its result besides the images.
 
-    `model`, a name of `carelite.list_models()`; `image_size` in pixels; `epochs`; `batch_size` in images; `lr`, the peak
-    learning rate, reached after `warmup_epochs`; `weight_decay`; `label_smoothing`; `drop_path_rate`; `shift`, the largest
-    random displacement of a training image as a fraction of its side; `rotation` likewise, in degrees; `seed`.
+    `model`, a name of `carelite.list_models()`; `image_size` in pixels; `epochs`; `batch_size` in images; `lr`, the
+    peak learning rate, reached after `warmup_epochs`; `weight_decay`; `label_smoothing`; `drop_path_rate`; `shift`, how
+    far a training image is moved at random, at most, as a fraction of its side; `seed`.
     Raises ValueError, naming the field, where a value is out of range.
     """
 
@@ -49,8 +50,7 @@ class TrainConfig:
     warmup_epochs: int = 1
     label_smoothing: float = 0.1
     drop_path_rate: float = 0.0
-    shift: float = 0.1
-    rotation: float = 10.0
+    shift: float = 0.125
     seed: int = 0
 
     def __post_init__(self):
@@ -65,7 +65,6 @@ class TrainConfig:
             "label_smoothing": (0 <= self.label_smoothing < 1, "in [0, 1)"),
             "drop_path_rate": (0 <= self.drop_path_rate < 1, "in [0, 1)"),
             "shift": (0 <= self.shift < 1, "in [0, 1)"),
-            "rotation": (0 <= self.rotation <= 180, "from 0 to 180"),
         }
         for field, (holds, wanted) in rules.items():
             if not holds:
@@ -73,12 +72,12 @@ class TrainConfig:
 
 # %% ../notebooks/09_training.ipynb #cell-022
 def create_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Fused AdamW at the peak learning rate; weight decay on all parameters but vectors (biases, norms, layer scales)."""
+    """Fused AdamW at the peak learning rate; all parameters decay but vectors (biases, norms, layer scales)."""
     return create_optimizer_v2(model, "adamw", lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 # %% ../notebooks/09_training.ipynb #cell-027
 def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps_per_epoch: int) -> Scheduler:
-    """Warm-up from 1e-6 and cosine to 1e-5, per step: call `step_update(t)` after step t. Source: CARE, official code."""
+    """Warm-up from 1e-6, then cosine to 1e-5; call `step_update(t)` after step t. Source: CARE, official code."""
     schedule, _ = create_scheduler_v2(
         optimizer,
         "cosine",
@@ -91,15 +90,15 @@ def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps
     )
     return schedule
 
-# %% ../notebooks/09_training.ipynb #cell-037
-def augment(images: Tensor, config: TrainConfig) -> Tensor:
-    """Training images (B, 3, H, W), bytes, each moved and turned at random within `config.shift` and `config.rotation`."""
-    if not (config.shift or config.rotation):
+# %% ../notebooks/09_training.ipynb #cell-039
+def augment(images: UInt8[Tensor, "B 3 H W"], config: TrainConfig) -> UInt8[Tensor, "B 3 H W"]:
+    """Training images (B, 3, H, W), bytes, each moved at random by up to `config.shift` of its side."""
+    if not config.shift:
         return images
-    move = v2.RandomAffine(config.rotation, (config.shift, config.shift), interpolation=v2.InterpolationMode.BILINEAR)
+    move = v2.RandomAffine(degrees=0, translate=(config.shift, config.shift))
     return torch.stack([move(image) for image in images])
 
-# %% ../notebooks/09_training.ipynb #cell-043
+# %% ../notebooks/09_training.ipynb #cell-045
 def training_batches(splits: ImageSplits, config: TrainConfig) -> DataLoader:
     """Full batches of training images in a random order that `config.seed` decides; what is left over is dropped.
 
@@ -116,7 +115,7 @@ def training_batches(splits: ImageSplits, config: TrainConfig) -> DataLoader:
     order = torch.Generator().manual_seed(config.seed)
     return DataLoader(splits.train, config.batch_size, shuffle=True, drop_last=True, generator=order)
 
-# %% ../notebooks/09_training.ipynb #cell-046
+# %% ../notebooks/09_training.ipynb #cell-048
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """What a model says about a data set: `logits` (N, K), and the true `labels` (N,)."""
@@ -134,7 +133,7 @@ class Evaluation:
         """The mean cross-entropy, without label smoothing."""
         return F.cross_entropy(self.logits, self.labels).item()
 
-# %% ../notebooks/09_training.ipynb #cell-047
+# %% ../notebooks/09_training.ipynb #cell-049
 @torch.no_grad()
 def evaluate(model: nn.Module, dataset: Dataset, batch_size: int = 256) -> Evaluation:
     """Run `model` on every image of a map-style data set of (uint8 image (3, H, W), class index), in eval mode.
@@ -156,7 +155,7 @@ def evaluate(model: nn.Module, dataset: Dataset, batch_size: int = 256) -> Evalu
         model.train(training)
     return Evaluation(*map(torch.cat, zip(*parts)))
 
-# %% ../notebooks/09_training.ipynb #cell-050
+# %% ../notebooks/09_training.ipynb #cell-052
 @dataclass(frozen=True)
 class CheckpointMeta:
     """What is saved beside the weights: the model's `name`, its `classes` by index, `image_size`, `mean` and `std`."""
@@ -167,16 +166,16 @@ class CheckpointMeta:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-# %% ../notebooks/09_training.ipynb #cell-051
+# %% ../notebooks/09_training.ipynb #cell-053
 def save_checkpoint(
     model: nn.Module,
     path: str | Path,
     *,
     name: str,
-    classes: tuple[str, ...],
+    classes: Sequence[str],
     image_size: int,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
 ) -> None:
     """Write weights and what prediction needs besides (see `CheckpointMeta`) to a safetensors file, atomically.
 
@@ -185,8 +184,8 @@ def save_checkpoint(
     """
     if len(classes) != model.num_classes:
         raise ValueError(f"the model has {model.num_classes} classes, but {len(classes)} names were given.")
-    notes = dict(classes=classes, image_size=image_size)
-    notes |= dict(mean=mean or model.pretrained_cfg["mean"], std=std or model.pretrained_cfg["std"])
+    notes = dict(classes=list(classes), image_size=image_size)
+    notes |= dict(mean=list(mean or model.pretrained_cfg["mean"]), std=list(std or model.pretrained_cfg["std"]))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
@@ -196,7 +195,7 @@ def save_checkpoint(
     finally:
         partial.unlink(missing_ok=True)
 
-# %% ../notebooks/09_training.ipynb #cell-052
+# %% ../notebooks/09_training.ipynb #cell-054
 def load_checkpoint(path: str | Path) -> tuple[nn.Module, CheckpointMeta]:
     """The model that `save_checkpoint` wrote to `path`, in eval mode, and the notes beside it.
 
@@ -209,7 +208,8 @@ def load_checkpoint(path: str | Path) -> tuple[nn.Module, CheckpointMeta]:
         with safe_open(path, framework="pt") as file:
             notes = file.metadata()
         classes, image_size, mean, std = (json.loads(notes[key]) for key in ("classes", "image_size", "mean", "std"))
-        meta = CheckpointMeta(notes["name"], tuple(classes), image_size, tuple(mean), tuple(std))
+        mean, std = tuple(map(float, mean)), tuple(map(float, std))
+        meta = CheckpointMeta(notes["name"], tuple(classes), image_size, mean, std)
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a checkpoint of a carelite training, or is damaged ({type(error).__name__}: {error}). "
@@ -221,7 +221,7 @@ def load_checkpoint(path: str | Path) -> tuple[nn.Module, CheckpointMeta]:
         raise ValueError(f"{path} names {len(meta.classes)} classes, but its weights have {model.num_classes}.")
     return model.eval(), meta
 
-# %% ../notebooks/09_training.ipynb #cell-057
+# %% ../notebooks/09_training.ipynb #cell-059
 def train_epoch(model, batches, optimizer, schedule, config: TrainConfig, epoch: int, bar) -> float:
     """One pass over `batches`, the `epoch`-th counted from 1; `bar` shows progress. Returns the mean loss.
 
@@ -248,7 +248,7 @@ def train_epoch(model, batches, optimizer, schedule, config: TrainConfig, epoch:
         bar.set_postfix(epoch=epoch, loss=f"{total / step:.3f}", refresh=False)
     return total / len(batches)
 
-# %% ../notebooks/09_training.ipynb #cell-059
+# %% ../notebooks/09_training.ipynb #cell-061
 def import_extra(module: str) -> ModuleType:
     """Import a module that only training needs. Raises ImportError with the command that installs it."""
     try:
@@ -263,23 +263,24 @@ def plot_learning_curve(log: list[dict]):
     figure = import_extra("matplotlib.figure").Figure(figsize=(8, 3), layout="constrained", facecolor="white")
     loss, accuracy = figure.subplots(1, 2)
     epochs = [line["epoch"] for line in log]
-    loss.plot(epochs, [line["train_loss"] for line in log], "o-", label="training (smoothed labels, moved images)")
+    loss.plot(epochs, [line["train_loss"] for line in log], "o-", label="training")
     loss.plot(epochs, [line["val_loss"] for line in log], "s--", label="held out")
     accuracy.plot(epochs, [100 * line["val_accuracy"] for line in log], "s--", color="tab:orange", label="held out")
     loss.set(xlabel="epoch", ylabel="mean loss", ylim=(0, None))
     accuracy.set(xlabel="epoch", ylabel="accuracy (%)", ylim=(None, 101))
-    for axes in (loss, accuracy):
-        axes.legend()
+    for axes, place in ((loss, "upper right"), (accuracy, "lower right")):
+        axes.legend(loc=place)
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
-# %% ../notebooks/09_training.ipynb #cell-062
+# %% ../notebooks/09_training.ipynb #cell-064
 def train(config: TrainConfig, splits: ImageSplits, folder: str | Path, *, progress: bool | None = None) -> nn.Module:
     """Train a fresh model as `config` says and return it in eval mode; on the GPU where CUDA has one.
 
     `folder` receives log.jsonl (a line per epoch), model.safetensors (the last finished epoch, see `save_checkpoint`)
     and learning_curve.png; a former run's are replaced. `progress`: a progress bar, by default only on a terminal.
-    Raises ValueError for unfit images, FloatingPointError for a loss that is not finite, ImportError for a missing extra.
+    Raises ValueError for unfit images, FloatingPointError for a loss that is not finite, ImportError where a package
+    is missing.
     """
     tqdm = import_extra("tqdm").tqdm
     import_extra("matplotlib.figure")

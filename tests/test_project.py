@@ -91,14 +91,13 @@ def test_notebook_anatomy(path):
 
 
 def test_package_is_what_the_notebooks_export(tmp_path):
-    for part in ("notebooks", "carelite", "pyproject.toml", "README.md"):
+    for part in (".ci", "notebooks", "carelite", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
         copy(ROOT / part, tmp_path / part)
     exported = {p.name for p in (ROOT / "carelite").glob("*.py")} - {"__init__.py", "__main__.py"}
     for name in exported:
         (tmp_path / "carelite" / name).unlink()
-    script = Path(sys.executable).with_name("nbdev-export")
-    subprocess.run([script], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run([sys.executable, ".ci/notebooks.py", "--export"], cwd=tmp_path, check=True, capture_output=True)
     assert {p.name for p in (tmp_path / "carelite").glob("*.py")} == exported | {"__init__.py", "__main__.py"}
     for name in sorted(exported):
         assert (tmp_path / "carelite" / name).read_text() == (ROOT / "carelite" / name).read_text(), (
