@@ -119,16 +119,15 @@ def demo(args: argparse.Namespace) -> None:
         ("accuracy", f"{result.accuracy:.2%}"),
         ("weights", f"{size_of(checkpoint) / 1e6:.1f} MB"),
     ]
-    reports = []
     for precision in ("float16", "float32"):
         suffix = "" if precision == "float16" else "_float32"
         package = folder / f"{meta.name}{suffix}.mlpackage"
         export(argparse.Namespace(checkpoint=checkpoint, package=package, precision=precision))
-        reports.append(verify(argparse.Namespace(package=package, checkpoint=checkpoint)))
+        report = verify(argparse.Namespace(package=package, checkpoint=checkpoint))
         rows += [
             (f"Core ML, {precision}", f"{size_of(package) / 1e6:.1f} MB"),
-            ("  classes equal to PyTorch's", f"{reports[-1].same_class} of {reports[-1].images}"),
-            ("  largest logit difference", f"{reports[-1].logits_difference:.1e}"),
+            ("  classes equal to PyTorch's", f"{round(report.agreement * report.images)} of {report.images}"),
+            ("  largest logit difference", f"{report.difference:.1e}"),
         ]
     width = max(len(name) for name, _ in rows)
     print("\n" + "\n".join(f"{name:<{width}}  {value:>14}" for name, value in rows))

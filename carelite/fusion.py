@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from timm.layers import LayerScale2d
+from timm.layers import DropPath, LayerScale2d
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -62,7 +62,7 @@ def fold_after(conv: nn.Conv2d, scale: Float[Tensor, "D"], shift: Float[Tensor, 
 def fold_before(scale: Float[Tensor, "C"], shift: Float[Tensor, "C"], conv: nn.Conv2d) -> nn.Conv2d:
     """The convolution that computes conv(scale·x + shift), scale and shift per input channel.
 
-    Raises ValueError for a padded convolution and a shift other than 0: the border sees zeros where it must see the shift.
+    Raises ValueError for a padded convolution and any shift but 0: the border sees zeros, and must see the shift.
     """
     if conv.padding not in ((0, 0), "valid") and bool(shift.any()):
         raise ValueError(
@@ -278,6 +278,9 @@ def fuse(model: nn.Module, mean: Sequence[float] | None = None, std: Sequence[fl
         raise ValueError(f"no rule fuses blocks of type {', '.join(unknown)}: add one to FUSED_BLOCKS.")
     dtype = model.stem[0].weight.dtype
     model = copy.deepcopy(model).double()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Dropout | DropPath):
+            model.set_submodule(name, nn.Identity())
     fold_final_norm(model)
     fold_batchnorms(model)
     for stage in model.stages:
