@@ -3,8 +3,9 @@
 # %% auto #0
 __all__ = ['MARKER', 'STORED', 'FLOATS', 'PLAIN', 'OPERATIONS', 'TOLERANCE', 'AGREEMENT', 'ROUNDED_IMAGES', 'PackageError',
            'read_record', 'located', 'read_weights', 'read_model', 'declared', 'decode', 'operation', 'Step',
-           'compile_step', 'image_input', 'StoredProgram', 'Program', 'load_program', 'bits', 'package_names', 'Report',
-           'compare_constants', 'compare_classes', 'compare_outputs', 'predict_with_coreml', 'compare_coreml', 'verify']
+           'compile_step', 'image_input', 'check_names', 'StoredProgram', 'Program', 'load_program', 'rounded_to_half',
+           'bits', 'package_names', 'Report', 'compare_constants', 'compare_classes', 'compare_outputs',
+           'predict_with_coreml', 'compare_coreml', 'verify']
 
 # %% ../notebooks/14_verification.ipynb #cell-005
 import copy
@@ -192,17 +193,35 @@ def _mul(x, y):
 
 # %% ../notebooks/14_verification.ipynb #cell-034
 @operation
+def _sub(x, y):
+    """x − y."""
+    return x - y
+
+
+@operation
 def _real_div(x, y):
     """x / y."""
     return x / y
 
+# %% ../notebooks/14_verification.ipynb #cell-035
+@operation
+def _relu(x):
+    """x where it is positive, else 0."""
+    return x.clamp(min=0)
 
+
+@operation
+def _sigmoid(x):
+    """1 / (1 + exp(−x))."""
+    return 1 / (1 + torch.exp(-x))
+
+# %% ../notebooks/14_verification.ipynb #cell-036
 @operation
 def _elu(x, alpha=1.0):
     """x where it is positive, else alpha·(exp(x) − 1)."""
     return torch.where(x > 0, x, alpha * torch.expm1(x))
 
-# %% ../notebooks/14_verification.ipynb #cell-035
+# %% ../notebooks/14_verification.ipynb #cell-037
 @operation
 def _gelu(x, mode="EXACT"):
     """x times the normal distribution function of x."""
@@ -210,13 +229,13 @@ def _gelu(x, mode="EXACT"):
         raise PackageError(f"mode {mode!r} is unknown to the evaluator.")
     return x * (1 + torch.erf(x / 2**0.5)) / 2
 
-# %% ../notebooks/14_verification.ipynb #cell-036
+# %% ../notebooks/14_verification.ipynb #cell-038
 @operation
 def _softmax(x, axis=-1):
     """exp(x) over its sum along an axis."""
     return x.softmax(axis)
 
-# %% ../notebooks/14_verification.ipynb #cell-037
+# %% ../notebooks/14_verification.ipynb #cell-039
 @operation
 def _reduce_sum(x, axes, keep_dims=False):
     """Sum over axes."""
@@ -228,7 +247,7 @@ def _reduce_mean(x, axes, keep_dims=False):
     """Mean over axes."""
     return x.mean(axes, keepdim=keep_dims)
 
-# %% ../notebooks/14_verification.ipynb #cell-038
+# %% ../notebooks/14_verification.ipynb #cell-040
 @operation
 def _layer_norm(x, axes, gamma=None, beta=None, epsilon=1e-5):
     """Mean 0 and variance 1 over axes, then scale and shift where there are any."""
@@ -237,7 +256,7 @@ def _layer_norm(x, axes, gamma=None, beta=None, epsilon=1e-5):
     x = x if gamma is None else x * gamma
     return x if beta is None else x + beta
 
-# %% ../notebooks/14_verification.ipynb #cell-039
+# %% ../notebooks/14_verification.ipynb #cell-041
 @operation
 def _reshape(x, shape):
     """The same numbers in another shape."""
@@ -249,7 +268,7 @@ def _split(x, axis, split_sizes=None, num_splits=None):
     """Parts of given sizes, or a number of equal parts, along an axis."""
     return x.split(split_sizes, axis) if split_sizes is not None else x.tensor_split(num_splits, axis)
 
-# %% ../notebooks/14_verification.ipynb #cell-040
+# %% ../notebooks/14_verification.ipynb #cell-042
 @operation
 def _concat(values, axis, interleave=False):
     """The values one after the other along an axis."""
@@ -257,7 +276,7 @@ def _concat(values, axis, interleave=False):
         raise PackageError("interleave is unknown to the evaluator.")
     return torch.cat(values if isinstance(values, list) else [values], axis)
 
-# %% ../notebooks/14_verification.ipynb #cell-041
+# %% ../notebooks/14_verification.ipynb #cell-043
 @operation
 def _cast(x, dtype):
     """Another type. All arithmetic here is float32, so only the type declared for the result counts: see `Step`."""
@@ -265,14 +284,14 @@ def _cast(x, dtype):
         raise PackageError(f"dtype {dtype!r} is unknown to the evaluator.")
     return x
 
-# %% ../notebooks/14_verification.ipynb #cell-042
+# %% ../notebooks/14_verification.ipynb #cell-044
 @operation
 def _classify(probabilities, classes):
     """The most probable label, and the probabilities by label."""
     probabilities = probabilities.flatten()
     return classes[int(probabilities.argmax())], dict(zip(classes, probabilities.tolist()))
 
-# %% ../notebooks/14_verification.ipynb #cell-046
+# %% ../notebooks/14_verification.ipynb #cell-048
 @dataclass(frozen=True)
 class Step:
     """One operation of a program: its type, where it stands, the names it reads, and what it declares to write."""
@@ -296,7 +315,7 @@ class Step:
             named[name] = result.half().float() if rounding and kind == "FLOAT16" else result
         return named
 
-# %% ../notebooks/14_verification.ipynb #cell-047
+# %% ../notebooks/14_verification.ipynb #cell-049
 def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> Step:
     """The step of a protobuf operation. Constants written inside it join `stored` under a name of their own.
 
@@ -323,7 +342,7 @@ def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> St
             raise PackageError(f"results of type {kind} are unknown to the evaluator.")
     return Step(op.type, where, arguments, outputs)
 
-# %% ../notebooks/14_verification.ipynb #cell-050
+# %% ../notebooks/14_verification.ipynb #cell-052
 def image_input(description) -> tuple[str, tuple[int, int], bool]:
     """Name and (height, width) of a package's one image, and whether it asks for the channels as BGR.
 
@@ -338,7 +357,18 @@ def image_input(description) -> tuple[str, tuple[int, int], bool]:
         raise PackageError("an image that is not RGB or BGR of one fixed size is unknown to the evaluator.")
     return description.input[0].name, (image.height, image.width), orders[image.colorSpace]
 
-# %% ../notebooks/14_verification.ipynb #cell-051
+# %% ../notebooks/14_verification.ipynb #cell-053
+def check_names(program):
+    """Raise PackageError where a step reads what nothing before it writes, or an output is never written."""
+    known = {program.input, *program.stored}
+    for step in program.steps:
+        if missing := [n for names in step.arguments.values() for n in names if n not in known]:
+            raise PackageError(f"{step.where}: it reads {missing[0]!r}, which nothing before it writes.")
+        known |= {name for name, _, _ in step.outputs}
+    if missing := [name for name in program.outputs if name not in known]:
+        raise PackageError(f"the output {missing[0]!r} is never written.")
+
+# %% ../notebooks/14_verification.ipynb #cell-054
 class StoredProgram:
     """What a saved ML program consists of, prepared to run.
 
@@ -365,20 +395,10 @@ class StoredProgram:
                 if value.WhichOneof("value") == "blobFileValue":
                     self.from_file[name] = value.blobFileValue.offset
         self.unused = sorted(set(weights) - set(self.from_file.values()))
-        self.check_names()
+        check_names(self)
         self.ready = {k: v.float() if isinstance(v, Tensor) else v for k, v in self.stored.items()}
         classes = [step.arguments["classes"][0] for step in self.steps if step.type == "classify"]
         self.labels = self.stored[classes[0]] if classes else None
-
-    def check_names(self):
-        """Raise PackageError where a step reads what nothing before it writes, or an output is never written."""
-        known = {self.input, *self.stored}
-        for step in self.steps:
-            if missing := [n for names in step.arguments.values() for n in names if n not in known]:
-                raise PackageError(f"{step.where}: it reads {missing[0]!r}, which nothing before it writes.")
-            known |= {name for name, _, _ in step.outputs}
-        if missing := [name for name in self.outputs if name not in known]:
-            raise PackageError(f"the output {missing[0]!r} is never written.")
 
     def constants(self) -> dict[str, Tensor]:
         """The floating-point constants by name, in their stored dtype."""
@@ -388,7 +408,7 @@ class StoredProgram:
         """How many operations of each type the program has; constants are none."""
         return Counter(step.type for step in self.steps)
 
-# %% ../notebooks/14_verification.ipynb #cell-053
+# %% ../notebooks/14_verification.ipynb #cell-056
 class Program(StoredProgram):
     """A saved ML program, evaluated operation by operation in torch; see `StoredProgram`."""
 
@@ -418,7 +438,7 @@ class Program(StoredProgram):
         columns = {name: [row[name] for row in rows] for name in self.outputs}
         return {name: torch.cat(c) if isinstance(c[0], Tensor) else c for name, c in columns.items()}
 
-# %% ../notebooks/14_verification.ipynb #cell-054
+# %% ../notebooks/14_verification.ipynb #cell-057
 def load_program(path: str | Path) -> Program:
     """Read a saved package: its manifest, its protobuf and its weight file.
 
@@ -431,7 +451,15 @@ def load_program(path: str | Path) -> Program:
     model, file = read_model(path)
     return Program(model, read_weights(file.parent / "weights" / "weight.bin"))
 
-# %% ../notebooks/14_verification.ipynb #cell-068
+# %% ../notebooks/14_verification.ipynb #cell-062
+def rounded_to_half(network: nn.Module) -> nn.Module:
+    """`network`, in place, with tensors and LayerNorms' eps rounded to float16, to be run in float32."""
+    for module in network.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = float(torch.tensor(module.eps).half())
+    return network.half().float()
+
+# %% ../notebooks/14_verification.ipynb #cell-072
 def bits(x: Tensor) -> Tensor:
     """The bit patterns of float16 or float32 values, as integers."""
     return x.contiguous().view(torch.int16 if x.dtype == torch.float16 else torch.int32)
@@ -441,7 +469,7 @@ def package_names(network: nn.Module) -> dict[str, Tensor]:
     """The network's tensors by the name that a package gives them: Core ML allows letters, digits and underscores."""
     return {"network_" + re.sub(r"\W", "_", name): tensor for name, tensor in network.state_dict().items()}
 
-# %% ../notebooks/14_verification.ipynb #cell-070
+# %% ../notebooks/14_verification.ipynb #cell-074
 @dataclass
 class Report:
     """What `verify` found: `ok` where there is no fault, `str(report)` to read, and the figures by name."""
@@ -479,7 +507,7 @@ class Report:
         ]
         return "\n".join(lines)
 
-# %% ../notebooks/14_verification.ipynb #cell-071
+# %% ../notebooks/14_verification.ipynb #cell-075
 def compare_constants(program: Program, network: nn.Module, report: Report):
     """Compare the package's constants with the fused network's tensors by name, bit for bit; writes to `report`.
 
@@ -507,7 +535,7 @@ def compare_constants(program: Program, network: nn.Module, report: Report):
             report.faults.append(f"the model's {key!r} is missing from the package.")
     report.faults += [f"nothing uses the record at byte {start} of the weight file." for start in program.unused]
 
-# %% ../notebooks/14_verification.ipynb #cell-073
+# %% ../notebooks/14_verification.ipynb #cell-077
 TOLERANCE = {"float32": 1e-4, "float16": 2e-5}  # of logits: see `compare_outputs` for what each is compared with
 AGREEMENT = {"float32": 1.0, "float16": 0.99}  # share of the images whose class must be PyTorch's
 ROUNDED_IMAGES = 8  # rounding mode looks for overflow, and a few images show it
@@ -527,7 +555,7 @@ def compare_classes(program: Program, results: dict, wanted: Tensor, report: Rep
     elif results.get("classLabel") != [program.labels[i] for i in found]:
         report.faults.append("the package's label is not that of its largest logit.")
 
-# %% ../notebooks/14_verification.ipynb #cell-074
+# %% ../notebooks/14_verification.ipynb #cell-078
 def compare_outputs(program: Program, images: Tensor, wanted: Tensor, reference: Tensor, name: str, report: Report):
     """Run the package on the images and compare its output `name`; writes to `report`.
 
@@ -539,6 +567,9 @@ def compare_outputs(program: Program, images: Tensor, wanted: Tensor, reference:
     reference = wanted if report.precision == "float32" else reference
     tolerance = TOLERANCE[report.precision] * max(1.0, float(reference.abs().max()))
     results = program(images)
+    if results[name].shape != wanted.shape:
+        shapes = tuple(results[name].shape), tuple(wanted.shape)
+        raise PackageError(f"the package's {name} are of shape {shapes[0]}, the model's of {shapes[1]}.")
     report.difference = float((results[name] - reference).abs().max())
     if not report.difference <= tolerance:
         report.faults.append(f"{name} differ by {report.difference:.1e}, allowed are {tolerance:.1e}.")
@@ -549,7 +580,7 @@ def compare_outputs(program: Program, images: Tensor, wanted: Tensor, reference:
     if name == "logits":
         compare_classes(program, results, wanted, report)
 
-# %% ../notebooks/14_verification.ipynb #cell-076
+# %% ../notebooks/14_verification.ipynb #cell-080
 def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     """Core ML's own outputs for an RGB image in 0..255, a dictionary; for a batch of images a list of them.
 
@@ -576,7 +607,7 @@ def compare_coreml(path: Path, images: Tensor, wanted: Tensor, name: str, report
     difference = float((found - wanted[: len(found)]).abs().max())
     report.coreml = f"largest difference {difference:.1e}, {same} of {len(found)} with the same largest entry"
 
-# %% ../notebooks/14_verification.ipynb #cell-077
+# %% ../notebooks/14_verification.ipynb #cell-081
 @torch.no_grad()
 def verify(package: str | Path, model: nn.Module, images: UInt8[Tensor, "B 3 H W"], *, mean=None, std=None) -> Report:
     """Check a saved package against the model it was made from, on images, without Core ML.
@@ -602,7 +633,7 @@ def verify(package: str | Path, model: nn.Module, images: UInt8[Tensor, "B 3 H W
         if tuple(images.shape[-2:]) != program.image_size:
             raise PackageError(f"it takes images of {program.image_size}, given are {tuple(images.shape[-2:])}.")
         shift, scale = (torch.tensor(v).view(3, 1, 1) for v in (mean, std))
-        network = network.half().float() if half else network
+        network = rounded_to_half(network) if half else network
         wanted = torch.cat([model((batch / 255 - shift) / scale) for batch in images.split(64)])
         reference = torch.cat([network(batch.float()) for batch in images.split(64)])
         name = "logits" if model.num_classes else "features"
