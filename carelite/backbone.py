@@ -110,7 +110,7 @@ class Head(nn.Module):
     def forward(self, x: Float[Tensor, "B C"]) -> Float[Tensor, "B K"]:
         return self.fc(self.drop(self.norm(self.act(x))))
 
-# %% ../notebooks/05_care.ipynb #cell-038
+# %% ../notebooks/05_care.ipynb #cell-039
 class TwoHeads(nn.Module):
     """The end of a model: pooling, then two classifiers on the pooled features.
 
@@ -158,7 +158,7 @@ class TwoHeads(nn.Module):
         """Whether training returns the pair (labels' logits, teacher's logits) instead of their mean."""
         self.distilled_training = enable
 
-# %% ../notebooks/05_care.ipynb #cell-040
+# %% ../notebooks/05_care.ipynb #cell-041
 class Backbone(TwoHeads):
     """What both families share: stages of stride 4, 8, 16, 32, two averaged heads, and timm's interface.
 
@@ -259,7 +259,7 @@ class Backbone(TwoHeads):
         """Parameters to keep from weight decay beyond biases, norms and scales, which timm leaves out itself: none."""
         return set()
 
-# %% ../notebooks/05_care.ipynb #cell-058
+# %% ../notebooks/05_care.ipynb #cell-059
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a .safetensors or .pth file, bare or nested, wrappers' prefixes removed.
 
@@ -279,7 +279,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} holds no state dict (a mapping from names to tensors); got {list(state_dict)[:5]}.")
     return state_dict
 
-# %% ../notebooks/05_care.ipynb #cell-060
+# %% ../notebooks/05_care.ipynb #cell-061
 def rename_keys(state_dict: dict[str, Tensor], renames: dict[str, str]) -> dict[str, Tensor]:
     """`state_dict` under our names: wrappers' prefixes removed, then `renames` applied, patterns to replacements."""
     renamed = {}
@@ -290,7 +290,7 @@ def rename_keys(state_dict: dict[str, Tensor], renames: dict[str, str]) -> dict[
         renamed[key] = value
     return renamed
 
-# %% ../notebooks/05_care.ipynb #cell-063
+# %% ../notebooks/05_care.ipynb #cell-064
 def source_sizes(state_dict: dict[str, Tensor]) -> tuple[int | None, int | None]:
     """(classes, image channels) of the model that a state dict in our names comes from; None where it has no such."""
     fc, stem = (state_dict.get(f"{layer}.weight") for layer in (HEADS[0], "stem.0"))
@@ -324,7 +324,7 @@ def misfits(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[list[st
         ],
     ]
 
-# %% ../notebooks/05_care.ipynb #cell-065
+# %% ../notebooks/05_care.ipynb #cell-066
 def checkpoint_filter(renames: dict[str, str]) -> Callable[[dict[str, Tensor], nn.Module], dict[str, Tensor]]:
     """timm's `pretrained_filter_fn` for a family: official names become ours, and what does not fit is an error.
 
@@ -364,7 +364,7 @@ def checkpoint_filter(renames: dict[str, str]) -> Callable[[dict[str, Tensor], n
 
     return filter_fn
 
-# %% ../notebooks/05_care.ipynb #cell-067
+# %% ../notebooks/05_care.ipynb #cell-068
 def default_cfg(**overrides) -> dict:
     """timm's description of a model: its input, its first layer, its heads. `overrides` replace single fields."""
     shared = dict(
@@ -380,7 +380,7 @@ def default_cfg(**overrides) -> dict:
     )
     return shared | overrides
 
-# %% ../notebooks/05_care.ipynb #cell-069
+# %% ../notebooks/05_care.ipynb #cell-070
 def build_backbone(cls: type[Backbone], variant: str, cfg, renames: dict[str, str], source: str, **kwargs) -> nn.Module:
     """Build `cls(cfg)` through timm, which adds loading, `features_only` and adaptation of channels and heads.
 
@@ -406,7 +406,7 @@ def build_backbone(cls: type[Backbone], variant: str, cfg, renames: dict[str, st
         cls, variant, model_cfg=cfg, feature_cfg=feature_cfg, pretrained_filter_fn=checkpoint_filter(renames), **kwargs
     )
 
-# %% ../notebooks/05_care.ipynb #cell-070
+# %% ../notebooks/05_care.ipynb #cell-071
 def list_models() -> list[str]:
     """The names of carelite's models, as timm knows them."""
     return timm.list_models(["care_s?", "cas_vit_*"])

@@ -60,7 +60,7 @@ class LastCAREBlock(CAREBlock):
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D H W"]:
         return self.update(x)
 
-# %% ../notebooks/05_care.ipynb #cell-042
+# %% ../notebooks/05_care.ipynb #cell-043
 @dataclass(frozen=True)
 class CAREConfig:
     """One CARE model: per stage the blocks, feature channels d, expansion ratios (r₁, r₂) and attention heads."""
@@ -82,7 +82,7 @@ CARE_CONFIGS = {
     "care_s2": CAREConfig((3, 6, 10, 6), (24, 48, 144, 288), ((4, 4), (4, 4), (4, 4), (4, 4)), (1, 1, 3, 3)),
 }
 
-# %% ../notebooks/05_care.ipynb #cell-045
+# %% ../notebooks/05_care.ipynb #cell-046
 def init_weights(module: nn.Module):
     """Convolutions and linear layers as the official code starts them: truncated normal, std 0.02; biases 0."""
     if isinstance(module, nn.Conv2d | nn.Linear):
@@ -90,7 +90,7 @@ def init_weights(module: nn.Module):
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 
-# %% ../notebooks/05_care.ipynb #cell-047
+# %% ../notebooks/05_care.ipynb #cell-048
 class CARE(Backbone):
     """The CARE transformer: image (B, in_chans, H, W), H and W ≥ 32, to logits (B, num_classes).
 
@@ -143,7 +143,7 @@ class CARE(Backbone):
         )
         self.apply(init_weights)
 
-# %% ../notebooks/05_care.ipynb #cell-061
+# %% ../notebooks/05_care.ipynb #cell-062
 CARE_RENAMES = {
     r"(blocks\.\d+)\.gamma$": r"\1.layer_scale.gamma",
     r"\.token_mixer\.dwconvatt_1\.": ".mixer.global_mixer.vertical.",
@@ -157,7 +157,7 @@ CARE_RENAMES = {
     r"\.inter_layer\.inter(\d)_fc2\.": r".interaction.inter\1.project.",
 }
 
-# %% ../notebooks/05_care.ipynb #cell-073
+# %% ../notebooks/05_care.ipynb #cell-074
 default_cfgs = generate_default_cfgs({f"{name}.in1k": default_cfg() for name in CARE_CONFIGS})
 
 

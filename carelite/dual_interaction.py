@@ -42,7 +42,7 @@ class Interaction(Expansion):
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
         return x + self.project(super().forward(x))
 
-# %% ../notebooks/04_dual_interaction.ipynb #cell-025
+# %% ../notebooks/04_dual_interaction.ipynb #cell-024
 class DualInteraction(nn.Module):
     """Inter₁ on the mixed features, then Inter₂ on memory and features together.
 
@@ -58,7 +58,7 @@ class DualInteraction(nn.Module):
     def forward(self, memory: Float[Tensor, "B m H W"], features: Float[Tensor, "B d H W"]) -> Float[Tensor, "B C H W"]:
         return self.inter2(torch.cat([memory, self.inter1(features)], dim=1))
 
-# %% ../notebooks/04_dual_interaction.ipynb #cell-037
+# %% ../notebooks/04_dual_interaction.ipynb #cell-036
 class HandOver(nn.Sequential):
     """BatchNorm → 2×2 convolution of stride 2 on [Z, X]: old features are replayed into the new memory.
 

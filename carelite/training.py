@@ -36,21 +36,24 @@ class TrainConfig:
     """A training run: all that decides its result besides the images.
 
     `model`, a name of `carelite.list_models()`; `image_size` in pixels; `epochs`; `batch_size` in images; `lr`, the
-    peak learning rate, reached after `warmup_epochs`; `weight_decay`; `label_smoothing`; `drop_path_rate`; `shift`, how
-    far a training image is moved at random, at most, as a fraction of its side; `seed`.
+    peak learning rate, reached after `warmup_epochs`; `weight_decay`; `label_smoothing`; `drop_path_rate`; how far a
+    training image is changed at random, at most: `shift` as a fraction of its side, `rotation` in degrees, `zoom` as a
+    fraction of its size; `seed`.
     Raises ValueError, naming the field, where a value is out of range.
     """
 
     model: str = "care_s0"
     image_size: int = 32
-    epochs: int = 14
+    epochs: int = 16
     batch_size: int = 64
-    lr: float = 2e-3
+    lr: float = 4e-3
     weight_decay: float = 0.05
     warmup_epochs: int = 1
     label_smoothing: float = 0.1
     drop_path_rate: float = 0.0
-    shift: float = 0.125
+    shift: float = 0.1
+    rotation: float = 10.0
+    zoom: float = 0.1
     seed: int = 0
 
     def __post_init__(self):
@@ -65,6 +68,8 @@ class TrainConfig:
             "label_smoothing": (0 <= self.label_smoothing < 1, "in [0, 1)"),
             "drop_path_rate": (0 <= self.drop_path_rate < 1, "in [0, 1)"),
             "shift": (0 <= self.shift < 1, "in [0, 1)"),
+            "rotation": (0 <= self.rotation <= 180, "from 0 to 180"),
+            "zoom": (0 <= self.zoom < 1, "in [0, 1)"),
         }
         for field, (holds, wanted) in rules.items():
             if not holds:
@@ -92,10 +97,10 @@ def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps
 
 # %% ../notebooks/09_training.ipynb #cell-039
 def augment(images: UInt8[Tensor, "B 3 H W"], config: TrainConfig) -> UInt8[Tensor, "B 3 H W"]:
-    """Training images (B, 3, H, W), bytes, each moved at random by up to `config.shift` of its side."""
-    if not config.shift:
+    """Training images (B, 3, H, W), bytes, each moved within `config.shift`, `config.rotation` and `config.zoom`."""
+    if not (config.shift or config.rotation or config.zoom):
         return images
-    move = v2.RandomAffine(degrees=0, translate=(config.shift, config.shift))
+    move = v2.RandomAffine(config.rotation, (config.shift, config.shift), (1 - config.zoom, 1 + config.zoom))
     return torch.stack([move(image) for image in images])
 
 # %% ../notebooks/09_training.ipynb #cell-045
