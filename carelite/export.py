@@ -186,6 +186,8 @@ def export_coreml(
     mean, std = normalisation_of(model, mean, std)
     import_coremltools()
     network = fuse(copy.deepcopy(model).cpu().float().eval(), mean, std).to(memory_format=torch.contiguous_format)
+    if precision == "float16":
+        network = network.half().float()  # rounded by us: the converter would turn what underflows into ±1e-7
     outputs = ["logits" if model.num_classes else "features"] + ["probabilities"] * bool(classes)
     with quiet():
         package = convert(trace(network, size, bool(classes)), size, precision, outputs, classes)

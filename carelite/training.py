@@ -38,8 +38,7 @@ class TrainConfig:
     `model`, a name of `carelite.list_models()`; `image_size` in pixels; `epochs`; `batch_size` in images; `lr`, the
     peak learning rate, reached after `warmup_epochs`; `weight_decay`; `label_smoothing`; `drop_path_rate`; how far a
     training image is changed at random, at most: `shift` as a fraction of its side, `rotation` in degrees, `zoom` as a
-    fraction of its size; `seed`.
-    Raises ValueError, naming the field, where a value is out of range.
+    fraction of its size; `seed`. Raises ValueError, naming the field, where a value is out of range.
     """
 
     model: str = "care_s0"
@@ -226,7 +225,7 @@ def load_checkpoint(path: str | Path) -> tuple[nn.Module, CheckpointMeta]:
         raise ValueError(f"{path} names {len(meta.classes)} classes, but its weights have {model.num_classes}.")
     return model.eval(), meta
 
-# %% ../notebooks/09_training.ipynb #cell-059
+# %% ../notebooks/09_training.ipynb #cell-061
 def train_epoch(model, batches, optimizer, schedule, config: TrainConfig, epoch: int, bar) -> float:
     """One pass over `batches`, the `epoch`-th counted from 1; `bar` shows progress. Returns the mean loss.
 
@@ -253,7 +252,7 @@ def train_epoch(model, batches, optimizer, schedule, config: TrainConfig, epoch:
         bar.set_postfix(epoch=epoch, loss=f"{total / step:.3f}", refresh=False)
     return total / len(batches)
 
-# %% ../notebooks/09_training.ipynb #cell-061
+# %% ../notebooks/09_training.ipynb #cell-063
 def import_extra(module: str) -> ModuleType:
     """Import a module that only training needs. Raises ImportError with the command that installs it."""
     try:
@@ -278,7 +277,7 @@ def plot_learning_curve(log: list[dict]):
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
-# %% ../notebooks/09_training.ipynb #cell-064
+# %% ../notebooks/09_training.ipynb #cell-066
 def train(config: TrainConfig, splits: ImageSplits, folder: str | Path, *, progress: bool | None = None) -> nn.Module:
     """Train a fresh model as `config` says and return it in eval mode; on the GPU where CUDA has one.
 
