@@ -3,7 +3,7 @@
 Usage: python .ci/notebooks.py [--export] [NOTEBOOK ...]     (default: all; --export: only write the modules)
 
 What differs between runs is kept out of the files. Cell ids follow the position, execution counts run 1..n, timing and
-widget state are dropped. A notebook is replaced only when it ran without an error. Badges and the bootstrap cell take the
+widget state are dropped. A notebook is replaced only when it ran without an error. Badges and bootstrap cells take the
 repository's address from pyproject.toml.
 """
 
