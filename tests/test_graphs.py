@@ -33,17 +33,27 @@ def test_export_with_dynamic_batch(name):
         torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.fixture(autouse=True)
+def empty_cache():
+    """torch.compile counts recompilations per function, across models: start each test from none."""
+    torch.compiler.reset()
+
+
+SMALLEST = ("care_s0", "cas_vit_xs")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in SMALLEST]
+
+
+@pytest.mark.parametrize("name", [*SMALLEST, *OTHERS])
 @torch.no_grad()
 def test_one_dynamic_graph_captures_the_model(name):
     model = filled(name)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
-    for size in ((2, 64, 64), (3, 96, 64), (1, 100, 75)):
+    for size in ((2, 64, 64), (3, 96, 64)):
         x = images(*size)
         torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ("care_s0", "cas_vit_xs"))
+@pytest.mark.parametrize("name", SMALLEST)
 @torch.no_grad()
 def test_compiled_code_agrees(name):
     model = shallow(name)
