@@ -53,6 +53,7 @@ def test_one_dynamic_graph_captures_the_model(name):
         torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALLEST)
 @torch.no_grad()
 def test_compiled_code_agrees(name):
