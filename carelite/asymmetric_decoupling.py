@@ -14,8 +14,10 @@ from .linear_attention import LinearAttention
 
 # %% ../notebooks/03_asymmetric_decoupling.ipynb #cell-013
 def depthwise(dim: int, kernel_size: int | tuple[int, int]) -> nn.Conv2d:
-    """A depthwise convolution that keeps the size (odd sides, zero padding), with bias."""
+    """A depthwise convolution that keeps the size, zero padding, with bias. Raises ValueError for an even side."""
     sides = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
+    if any(side % 2 == 0 for side in sides):
+        raise ValueError(f"kernel_size={kernel_size} would change the size of the map: choose odd sides.")
     return nn.Conv2d(dim, dim, sides, padding=tuple(side // 2 for side in sides), groups=dim)
 
 # %% ../notebooks/03_asymmetric_decoupling.ipynb #cell-018
@@ -29,7 +31,7 @@ class LocalBias(nn.Module):
 
     def __init__(self, dim: int, kernel_sizes: tuple[int, ...] = (3, 7)):
         super().__init__()
-        if dim % len(kernel_sizes):
+        if not kernel_sizes or dim % len(kernel_sizes):
             raise ValueError(f"dim={dim} cannot be shared evenly by {len(kernel_sizes)} kernels; change one of them.")
         part = dim // len(kernel_sizes)
         self.convs = nn.ModuleList(depthwise(part, k) for k in kernel_sizes)

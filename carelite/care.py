@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxtyping import Float
-from timm.layers import DropPath, LayerScale2d, calculate_drop_path_rates, trunc_normal_
+from timm.layers import DropPath, LayerScale2d, trunc_normal_
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from .asymmetric_decoupling import DecoupledMixer, LocalBias, Strips
-from .backbone import Backbone, Head, Stage, StemConv, build_backbone, default_cfg
+from .backbone import Backbone, Head, Stage, StemConv, build_backbone, default_cfg, plan_drop_paths
 from .dual_interaction import DualInteraction, Expansion, HandOver, Interaction
 from .linear_attention import LinearAttention
 
@@ -40,7 +40,7 @@ class CAREBlock(nn.Module):
 
     def update(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D H W"]:
         """The block without scale and shortcut."""
-        memory, features = x.tensor_split((self.memory_dim,), dim=1)  # (B, m, H, W), (B, d, H, W)
+        memory, features = x.split((self.memory_dim, x.shape[1] - self.memory_dim), dim=1)  # (B, m, H, W), (B, d, H, W)
         return self.interaction(memory, self.mixer(features))
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
@@ -90,7 +90,7 @@ def init_weights(module: nn.Module):
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 
-# %% ../notebooks/05_care.ipynb #cell-048
+# %% ../notebooks/05_care.ipynb #cell-050
 class CARE(Backbone):
     """The CARE transformer: image (B, in_chans, H, W), H and W ≥ 32, to logits (B, num_classes).
 
@@ -118,7 +118,8 @@ class CARE(Backbone):
         **ends,
     ):
         channels = [m + d for m, d in zip(cfg.memory_dims, cfg.dims)]
-        drop_paths = iter(calculate_drop_path_rates(drop_path_rate, sum(cfg.depths)))
+        columns = dict(dims=cfg.dims, ratios=cfg.ratios, num_heads=cfg.num_heads, global_mixers=global_mixers)
+        drop_paths = plan_drop_paths(drop_path_rate, depths=cfg.depths, **columns)
         stages = []
         for s, depth in enumerate(cfg.depths):
             (r1, r2), blocks = cfg.ratios[s], []
@@ -143,7 +144,7 @@ class CARE(Backbone):
         )
         self.apply(init_weights)
 
-# %% ../notebooks/05_care.ipynb #cell-062
+# %% ../notebooks/05_care.ipynb #cell-064
 CARE_RENAMES = {
     r"(blocks\.\d+)\.gamma$": r"\1.layer_scale.gamma",
     r"\.token_mixer\.dwconvatt_1\.": ".mixer.global_mixer.vertical.",
@@ -157,7 +158,7 @@ CARE_RENAMES = {
     r"\.inter_layer\.inter(\d)_fc2\.": r".interaction.inter\1.project.",
 }
 
-# %% ../notebooks/05_care.ipynb #cell-074
+# %% ../notebooks/05_care.ipynb #cell-076
 default_cfgs = generate_default_cfgs({f"{name}.in1k": default_cfg() for name in CARE_CONFIGS})
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from jaxtyping import Float
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates
+from timm.layers import DropPath, Mlp
 from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from .additive_attention import CATM
 from .asymmetric_decoupling import depthwise
-from .backbone import Backbone, Head, Stage, StemConv, build_backbone, default_cfg
+from .backbone import Backbone, Head, Stage, StemConv, build_backbone, default_cfg, plan_drop_paths
 
 # %% ../notebooks/07_cas_vit.ipynb #cell-007
 @dataclass(frozen=True)
@@ -117,15 +117,16 @@ class CASViT(Backbone):
         num_heads: tuple[int, ...] = (1,) * 4,
         local: Callable[[int], nn.Module] = LocalIntegration,
         mlp: Callable[[int, int], nn.Module] = partial(Mlp, use_conv=True),
-        mlp_ratio: int = 4,
+        mlp_ratio: float = 4,
         **head_options,
     ):
-        drop_paths = iter(calculate_drop_path_rates(drop_path_rate, sum(cfg.depths)))
+        columns = dict(dims=cfg.dims, mixers=mixers, num_heads=num_heads)
+        drop_paths = plan_drop_paths(drop_path_rate, depths=cfg.depths, **columns)
         stages = []
         for s, (depth, dim) in enumerate(zip(cfg.depths, cfg.dims)):
             blocks = []
             for _ in range(depth):
-                parts = local(dim), mixers[s](dim, num_heads[s]), mlp(dim, mlp_ratio * dim)
+                parts = local(dim), mixers[s](dim, num_heads[s]), mlp(dim, int(mlp_ratio * dim))
                 blocks.append(CASBlock(dim, *parts, next(drop_paths)))
             stages.append(Stage(Downsampling(cfg.dims[s - 1], dim) if s else nn.Identity(), blocks))
         norm = nn.BatchNorm2d(cfg.dims[-1])

@@ -46,7 +46,7 @@ class LinearAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int = 1, phi: Callable[[Tensor], Tensor] = elu_plus_one):
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"dim={dim} is not divisible by num_heads={num_heads}; choose a divisor of dim.")
         self.num_heads = num_heads
         self.phi = phi

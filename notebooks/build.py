@@ -8,13 +8,13 @@ repository's address from pyproject.toml.
 """
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 from nbconvert.preprocessors import ExecutePreprocessor
 from nbdev.config import get_config
-from nbdev.doclinks import nbdev_export
 from nbdev.process import Processor
 
 ROOT = Path(__file__).parents[1]
@@ -84,4 +84,4 @@ if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
         print(path, flush=True)
         run(path)
-    nbdev_export()
+    subprocess.run([Path(sys.executable).with_name("nbdev-export")], cwd=ROOT, check=True)

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,10 @@ from timm.optim import create_optimizer_v2
 from torch.nn import functional as F
 
 import carelite
+from carelite.asymmetric_decoupling import LocalBias, Strips
+from carelite.cas_vit import CASViTConfig
+from carelite.linear_attention import LinearAttention
+from carelite.self_attention import SoftmaxAttention
 from helpers import MODELS, filled, images
 
 SIZES = ((32, 32), (96, 160), (100, 75), (224, 224), (256, 192))
@@ -179,6 +184,27 @@ def test_bad_arguments(name):
     for kwargs in (dict(global_pool="sum"), dict(global_pool=""), dict(num_classes=-1), dict(global_pool="catavgmax")):
         with pytest.raises(ValueError):
             create(name, **kwargs)
+    with pytest.raises(ValueError, match="drop_path_rate"):
+        create(name, drop_path_rate=1.5)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    (
+        (lambda: carelite.CARE(global_mixers=(Strips,) * 5), "global_mixers has 5 entries.*4 stages"),
+        (lambda: carelite.CARE(replace(carelite.CARE_CONFIGS["care_s0"], depths=(1, 1, 1))), "dims has 4.*3 stages"),
+        (lambda: carelite.CARE(replace(carelite.CARE_CONFIGS["care_s0"], depths=(1, 1, 1, 0))), "at least one block"),
+        (lambda: carelite.CASViT(mixers=(Strips,) * 3), "mixers has 3 entries.*4 stages"),
+        (lambda: carelite.CASViT(CASViTConfig((1, 1, 1, 1), (8, 8, 8))), "dims has 3 entries"),
+        (lambda: LinearAttention(24, 0), "num_heads=0"),
+        (lambda: SoftmaxAttention(24, -2), "num_heads=-2"),
+        (lambda: LocalBias(24, (2, 4)), "odd"),
+        (lambda: LocalBias(24, ()), "0 kernels"),
+    ),
+)
+def test_parts_that_do_not_fit_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")

@@ -1,5 +1,6 @@
 """torch.compile and torch.export. In a process of its own: the run-time check of shapes breaks graphs."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -62,3 +63,17 @@ def test_compiled_code_agrees(name):
     for size in ((2, 64, 64), (3, 96, 64)):
         x = images(*size)
         torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ("care_s0", "cas_vit_xs"))
+def test_checkpointing_compiles_and_counts_statistics_once(name):
+    model = shallow(name).train()
+    reference = copy.deepcopy(model)
+    model.set_grad_checkpointing()
+    x = images(2, 64, 64)
+    torch.compile(model, backend="aot_eager_decomp_partition")(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    for (key, p), q in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
+    for p, q in zip(model.buffers(), reference.buffers()):
+        torch.testing.assert_close(p, q)

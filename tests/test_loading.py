@@ -132,6 +132,23 @@ def test_misfits_are_refused_and_listed(name, kwargs, tmp_path):
             timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)}, **kwargs)
 
 
+@pytest.mark.parametrize("kwargs", ({}, {"features_only": True}))
+def test_image_channels_and_missing_heads_are_the_files(kwargs, tmp_path):
+    original = carelite.create_model("cas_vit_xs", in_chans=1, num_classes=0).eval()
+    torch.save(original.state_dict(), tmp_path / "grey.pth")
+    model = carelite.create_model("cas_vit_xs", checkpoint=tmp_path / "grey.pth", **kwargs).eval()
+    x = torch.randn(1, 1, 64, 64)
+    with torch.no_grad():
+        result = model(x)[-1].mean((2, 3)) if kwargs else model(x)
+        expected = original.stages(original.stem(x)).mean((2, 3)) if kwargs else original(x)
+    torch.testing.assert_close(result, expected)
+
+
+def test_weights_that_are_not_asked_for_change_nothing():
+    overlay = {"state_dict": carelite.create_model("cas_vit_xs", num_classes=7).state_dict()}
+    assert timm.create_model("cas_vit_xs", pretrained_cfg_overlay=overlay).num_classes == 1000
+
+
 def test_a_head_of_another_width_is_refused(tmp_path):
     state_dict = official_state_dict("care_s0")
     state_dict["head.norm.weight"] = torch.ones(7)
@@ -152,7 +169,7 @@ def test_heads_of_two_class_counts_are_refused(tmp_path):
 def test_another_variant_is_refused(name, tmp_path):
     other = MODELS[MODELS.index(name) - 1]
     torch.save(official_state_dict(other), tmp_path / "other.pth")
-    with pytest.raises(ValueError, match="another variant"):
+    with pytest.raises(ValueError, match="another model"):
         carelite.create_model(name, checkpoint=tmp_path / "other.pth")
 
 
@@ -168,10 +185,14 @@ def test_unreadable_files(tmp_path):
         carelite.create_model("care_s0", checkpoint=tmp_path / "nowhere.pth")
     with pytest.raises(FileNotFoundError, match="checkpoint"):
         carelite.create_model("care_s0", checkpoint=tmp_path)
-    for content in ({}, {"model": {}}, {"epoch": 3}, [1, 2], {"model": {"a": "b"}}):
+    weight = {"stem.0.weight": torch.ones(1)}
+    for content in ({}, {"model": {}}, {"epoch": 3}, [1, 2], {"model": {"a": "b"}}, {"model": "s0", "weights": weight}):
         torch.save(content, tmp_path / "odd.pth")
         with pytest.raises(ValueError, match="odd.pth"):
             carelite.create_model("care_s0", checkpoint=tmp_path / "odd.pth")
+    torch.save({**weight, "epoch": 3}, tmp_path / "odd.pth")
+    with pytest.raises(ValueError, match=r"\['epoch'\] are no tensors"):
+        carelite.create_model("care_s0", checkpoint=tmp_path / "odd.pth")
     for suffix in (".pth", ".safetensors"):
         garbage = tmp_path / f"garbage{suffix}"
         garbage.write_bytes(b"not a checkpoint")
