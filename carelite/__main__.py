@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import carelite
@@ -114,18 +113,19 @@ def predict(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train models one after another with one recipe and write what came out to a JSON file; models in it are kept."""
+    """Train models with one recipe and write what came out to a JSON file; goes on where it was interrupted."""
     import platform
 
     import timm
     import torch
 
-    from carelite.training import TrainConfig, train
+    from carelite.training import FREE, TrainConfig, train
 
     config, path = configuration(args), Path(args.results)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig)}
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None]
-    recipe = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
+    own = ("model", *FREE)  # what does not belong to the recipe
+    flags = [f"--{n.replace('_', '-')} {value}" for n, value in given.items() if value is not None and n not in own]
+    recipe = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
     report = dict(command=" ".join(["carelite compare", *flags]), recipe=recipe, models={})
     if path.is_file():
         report = json.loads(path.read_text())
@@ -135,17 +135,16 @@ def compare(args: argparse.Namespace) -> None:
     splits = splits_of(config)
     for name in args.models or carelite.list_models():
         folder = Path(args.output or "runs/compare", name)
-        begin = time.process_time()
-        model = train(dataclasses.replace(config, model=name), splits, folder)
-        seconds = round(time.process_time() - begin)  # of the processor, all threads together
+        resume = (folder / "state.pt").is_file()  # an interrupted comparison goes on
+        model = train(dataclasses.replace(config, model=name), splits, folder, resume=resume)
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         parameters = sum(p.numel() for p in model.parameters())
-        report["models"][name] = dict(parameters=parameters, cpu_seconds=seconds, log=log)
+        report["models"][name] = dict(parameters=parameters, log=log)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
     for name, entry in report["models"].items():
         last = entry["log"][-1]
-        print(f"{name:<12}{last['val_accuracy']:8.2%} of {last['val_images']} after {entry['cpu_seconds']:6.0f} CPU s")
+        print(f"{name:<12}{last['val_accuracy']:8.2%} of {last['val_images']} after {last['seconds']:6.0f} s")
 
 
 def bench_training(args: argparse.Namespace) -> None:

@@ -326,7 +326,7 @@ def as_pillow(image: Image.Image | Tensor) -> Image.Image:
 
 # %% ../notebooks/08_data.ipynb #cell-090
 def keep_a_bit(policy) -> None:
-    """Let timm's posterizing keep a bit: its highest level keeps none, which Pillow 13 refuses (earlier ones blacken)."""
+    """Let timm's posterizing keep a bit: its highest level keeps none, and that Pillow 13 refuses."""
     for operation in (op for part in policy.transforms for op in getattr(part, "ops", ())):
         if operation.name.startswith("Posterize"):
             operation.aug_fn = posterize

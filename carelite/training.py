@@ -4,12 +4,12 @@
 __all__ = ['SHARES', 'FRACTIONS', 'NOT_NEGATIVE', 'IMAGENET', 'PRESETS', 'FREE', 'check_config', 'TrainConfig', 'write_config',
            'read_config', 'write_text', 'peak_lr', 'create_optimizer', 'create_schedule', 'training_batches',
            'augment_batch', 'mean_and_std', 'distillation_loss', 'load_teacher', 'teach', 'Evaluation', 'evaluate',
-           'CheckpointMeta', 'save_checkpoint', 'read_meta', 'load_checkpoint', 'start_model', 'Run',
+           'CheckpointMeta', 'save_checkpoint', 'read_meta', 'load_checkpoint', 'start_model', 'import_extra', 'Run',
            'create_accelerator', 'create_run', 'losses', 'training_step', 'Progress', 'save_state', 'read_state',
-           'restore', 'train_epoch', 'end_epoch', 'import_extra', 'plot_learning_curve', 'plot_confusion', 'open_run',
-           'run_epochs', 'train', 'peak_memory', 'measure_training']
+           'restore', 'train_epoch', 'end_epoch', 'plot_learning_curve', 'plot_confusion', 'open_run', 'run_epochs',
+           'train', 'peak_memory', 'measure_training']
 
-# %% ../notebooks/09_training.ipynb #b24ce6a4
+# %% ../notebooks/09_training.ipynb #cell-005
 import dataclasses
 import importlib
 import itertools
@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, Dataset
 from .backbone import HEADS, MIN_SIZE, create_model, default_cfg, list_models
 from .data import AugmentedImages, EpochSampler, ImageSplits, normalise, seeded, training_transform
 
-# %% ../notebooks/09_training.ipynb #98fff66f
+# %% ../notebooks/09_training.ipynb #cell-020
 SHARES = ("alpha", "flip", "erasing")
 FRACTIONS = ("label_smoothing", "drop_path_rate", "ema_decay", "shift", "zoom")
 NOT_NEGATIVE = ("lr_batch", "train_images", "color_jitter", "mixup", "cutmix", "seed", "workers", "checkpoint_steps")
@@ -91,7 +91,7 @@ def check_config(config: Any) -> None:
         if not holds:
             raise ValueError(f"{field} must be {wanted}; got {getattr(config, field)!r}.")
 
-# %% ../notebooks/09_training.ipynb #79163650
+# %% ../notebooks/09_training.ipynb #cell-021
 @dataclass(frozen=True)
 class TrainConfig:
     """A training run: all that decides its result besides the images and the number of processes.
@@ -158,7 +158,7 @@ class TrainConfig:
     def __post_init__(self):
         check_config(self)
 
-# %% ../notebooks/09_training.ipynb #706b410c
+# %% ../notebooks/09_training.ipynb #cell-024
 IMAGENET = TrainConfig(
     image_size=224, epochs=300, batch_size=128, warmup_epochs=20, drop_path_rate=0.1, crop_scale=0.08, flip=0.5,
     auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, shift=0.0, rotation=0.0, zoom=0.0,
@@ -175,7 +175,7 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-# %% ../notebooks/09_training.ipynb #08c7d530
+# %% ../notebooks/09_training.ipynb #cell-027
 def write_config(config: TrainConfig, path: str | Path) -> None:
     """Write `config` as JSON, for `read_config`."""
     write_text(Path(path), json.dumps(asdict(config), indent=2) + "\n")
@@ -198,7 +198,7 @@ def write_text(path: Path, text: str) -> None:
     partial.write_text(text)
     partial.replace(path)
 
-# %% ../notebooks/09_training.ipynb #bef1ed66
+# %% ../notebooks/09_training.ipynb #cell-028
 def peak_lr(config: TrainConfig, processes: int = 1) -> float:
     """The peak learning rate of a step of `config.batch_size` images in each of `processes`."""
     return config.lr * config.batch_size * processes / config.lr_batch if config.lr_batch else config.lr
@@ -210,7 +210,7 @@ def create_optimizer(model: nn.Module, config: TrainConfig, processes: int = 1) 
         model, "adamw", lr=peak_lr(config, processes), weight_decay=config.weight_decay, fused=True
     )
 
-# %% ../notebooks/09_training.ipynb #21e7409c
+# %% ../notebooks/09_training.ipynb #cell-033
 def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps_per_epoch: int) -> Scheduler:
     """Warm-up from 1e-6, then cosine to `min_lr`; call `step_update(t)` after step t. Source: official code."""
     schedule, _ = create_scheduler_v2(
@@ -225,7 +225,7 @@ def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps
     )
     return schedule
 
-# %% ../notebooks/09_training.ipynb #4561907d
+# %% ../notebooks/09_training.ipynb #cell-043
 def training_batches(splits: ImageSplits, config: TrainConfig, rank: int = 0, processes: int = 1) -> DataLoader:
     """Full batches of changed training images in an order that seed and epoch decide; what is left over is dropped.
 
@@ -255,7 +255,7 @@ def training_batches(splits: ImageSplits, config: TrainConfig, rank: int = 0, pr
         pin_memory=torch.cuda.is_available(),
     )
 
-# %% ../notebooks/09_training.ipynb #dc9ee854
+# %% ../notebooks/09_training.ipynb #cell-046
 def augment_batch(
     inputs: Float[Tensor, "B 3 H W"], labels: Int64[Tensor, " B"], num_classes: int, config: TrainConfig, step: int
 ) -> tuple[Float[Tensor, "B 3 H2 W2"], Float[Tensor, "B K"]]:
@@ -277,13 +277,13 @@ def augment_batch(
         inputs[:even], targets[:even] = mix(inputs[:even], labels[:even])
     return inputs, targets
 
-# %% ../notebooks/09_training.ipynb #3afd190e
+# %% ../notebooks/09_training.ipynb #cell-053
 def mean_and_std(model: nn.Module) -> tuple[Sequence[float], Sequence[float]]:
     """What `model` wants its images normalised with: its `pretrained_cfg`'s, or ImageNet's where it has none."""
     cfg = getattr(model, "pretrained_cfg", None) or default_cfg()
     return cfg["mean"], cfg["std"]
 
-# %% ../notebooks/09_training.ipynb #7175268d
+# %% ../notebooks/09_training.ipynb #cell-054
 def distillation_loss(
     outputs: tuple[Float[Tensor, "B K"], Float[Tensor, "B K"]],
     targets: Float[Tensor, "B K"],
@@ -303,7 +303,7 @@ def distillation_loss(
         taught = F.kl_div(log_p, log_q, log_target=True, reduction="batchmean") * config.temperature**2
     return (1 - config.alpha) * F.cross_entropy(logits, targets) + config.alpha * taught
 
-# %% ../notebooks/09_training.ipynb #efbaf5da
+# %% ../notebooks/09_training.ipynb #cell-055
 def load_teacher(spec: str, classes: Sequence[str]) -> nn.Module:
     """The teacher that `spec` names, in eval mode, without gradients.
 
@@ -333,7 +333,7 @@ def teach(teacher: nn.Module, inputs: Float[Tensor, "B 3 H W"], student: nn.Modu
     )
     return teacher((inputs * std + mean - own_mean) / own_std)
 
-# %% ../notebooks/09_training.ipynb #427d06d6
+# %% ../notebooks/09_training.ipynb #cell-058
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """What a model says about a data set: `logits` (N, K), and the true `labels` (N,)."""
@@ -368,7 +368,7 @@ class Evaluation:
         """The accuracy on the images of each class, NaN for a class without images."""
         return self.confusion.diagonal() / self.confusion.sum(dim=1)
 
-# %% ../notebooks/09_training.ipynb #32c6b1ec
+# %% ../notebooks/09_training.ipynb #cell-059
 @torch.no_grad()
 def evaluate(
     model: nn.Module, dataset: Dataset, batch_size: int = 256, *, workers: int = 0, accelerator: Any = None
@@ -398,7 +398,7 @@ def evaluate(
         model.train(training)
     return Evaluation(*map(torch.cat, zip(*parts)))
 
-# %% ../notebooks/09_training.ipynb #e7ca1c0c
+# %% ../notebooks/09_training.ipynb #cell-062
 @dataclass(frozen=True)
 class CheckpointMeta:
     """What is saved beside the weights: the model's `name`, its `classes` by index, `image_size`, `mean` and `std`;
@@ -415,7 +415,7 @@ class CheckpointMeta:
         """The keywords of `create_model` beyond those of every model."""
         return {"attention": self.attention} if self.attention else {}
 
-# %% ../notebooks/09_training.ipynb #ee56f535
+# %% ../notebooks/09_training.ipynb #cell-063
 def save_checkpoint(
     model: nn.Module,
     path: str | Path,
@@ -446,7 +446,7 @@ def save_checkpoint(
     finally:
         partial.unlink(missing_ok=True)
 
-# %% ../notebooks/09_training.ipynb #da3c0a9b
+# %% ../notebooks/09_training.ipynb #cell-064
 def read_meta(path: str | Path) -> CheckpointMeta:
     """The notes in a file that `save_checkpoint` wrote. Raises FileNotFoundError, or ValueError where it has none."""
     path = Path(path)
@@ -478,7 +478,7 @@ def load_checkpoint(path: str | Path) -> tuple[nn.Module, CheckpointMeta]:
         raise ValueError(f"{path} names {len(meta.classes)} classes, but its weights have {model.num_classes}.")
     return model.eval(), meta
 
-# %% ../notebooks/09_training.ipynb #1228c034
+# %% ../notebooks/09_training.ipynb #cell-069
 def start_model(config: TrainConfig, classes: Sequence[str]) -> tuple[nn.Module, str]:
     """The model of a run, and a line that says what it starts from.
 
@@ -504,7 +504,16 @@ def start_model(config: TrainConfig, classes: Sequence[str]) -> tuple[nn.Module,
     kept = len(model.state_dict()) - len(fresh)
     return model, f"{config.init}: {kept} tensors kept, {len(fresh)} new. {' '.join(dropped)}".strip()
 
-# %% ../notebooks/09_training.ipynb #b6c5953c
+# %% ../notebooks/09_training.ipynb #cell-072
+def import_extra(module: str) -> ModuleType:
+    """Import a module that only training needs. Raises ImportError with the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise ImportError(f'training needs {package}, which is not installed: pip install "carelite[train]"') from error
+
+# %% ../notebooks/09_training.ipynb #cell-073
 @dataclass
 class Run:
     """What a training holds: accelerate's `accelerator`; the `model` as it trains, perhaps wrapped for processes,
@@ -559,7 +568,7 @@ def create_run(
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     return Run(config, accelerator, wrapped, model, ema, optimizer, schedule, teacher, layout)
 
-# %% ../notebooks/09_training.ipynb #f5ebc880
+# %% ../notebooks/09_training.ipynb #cell-075
 def losses(run: Run, inputs: Tensor, targets: Tensor) -> Float[Tensor, ""]:
     """The mean loss of normalised images."""
     outputs = run.model(inputs)
@@ -599,7 +608,7 @@ def training_step(run: Run, images: Tensor, labels: Tensor, step: int) -> float:
         run.ema.update(run.plain, step)
     return total
 
-# %% ../notebooks/09_training.ipynb #eb38b522
+# %% ../notebooks/09_training.ipynb #cell-078
 @dataclass
 class Progress:
     """Where a training stands: `epoch`, counted from 1; `step`, steps done in it; `total`, the sum of their losses in
@@ -664,7 +673,7 @@ def restore(run: Run, state: dict) -> Progress:
     progress.total = state["totals"][run.accelerator.process_index]
     return progress
 
-# %% ../notebooks/09_training.ipynb #7a65010c
+# %% ../notebooks/09_training.ipynb #cell-079
 def train_epoch(run: Run, batches: DataLoader, progress: Progress, save: Callable[[], None], bar) -> float:
     """The steps of an epoch that are still to do; `save()` is called between steps. Returns the epoch's mean loss.
 
@@ -703,16 +712,7 @@ def end_epoch(run: Run, splits: ImageSplits, loss: float, seconds: float, progre
     progress.log.append(line)
     progress.epoch, progress.step, progress.total = progress.epoch + 1, 0, 0.0
 
-# %% ../notebooks/09_training.ipynb #aec3c0c8
-def import_extra(module: str) -> ModuleType:
-    """Import a module that only training needs. Raises ImportError with the command that installs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.split(".")[0]
-        raise ImportError(f'training needs {package}, which is not installed: pip install "carelite[train]"') from error
-
-# %% ../notebooks/09_training.ipynb #feefe825
+# %% ../notebooks/09_training.ipynb #cell-081
 def plot_learning_curve(log: list[dict]):
     """A matplotlib figure of loss and accuracy by epoch, from the lines of log.jsonl."""
     figure = import_extra("matplotlib.figure").Figure(figsize=(8, 3), layout="constrained", facecolor="white")
@@ -728,7 +728,7 @@ def plot_learning_curve(log: list[dict]):
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
-# %% ../notebooks/09_training.ipynb #a1894c9a
+# %% ../notebooks/09_training.ipynb #cell-082
 def plot_confusion(result: Evaluation, classes: Sequence[str]):
     """A matplotlib figure of `result.confusion`, with numbers and names for up to 20 classes."""
     confusion, few = result.confusion, len(classes) <= 20
@@ -747,7 +747,7 @@ def plot_confusion(result: Evaluation, classes: Sequence[str]):
             axes.text(j, k, int(confusion[k, j]), ha="center", va="center", color=colour, fontsize=9)
     return figure
 
-# %% ../notebooks/09_training.ipynb #bdee91f4
+# %% ../notebooks/09_training.ipynb #cell-083
 def open_run(
     config: TrainConfig,
     splits: ImageSplits,
@@ -780,7 +780,7 @@ def open_run(
             print(notice)
     return run, batches, restore(run, state) if state else Progress()
 
-# %% ../notebooks/09_training.ipynb #cd66298d
+# %% ../notebooks/09_training.ipynb #cell-084
 def run_epochs(run: Run, splits: ImageSplits, batches: DataLoader, where: Progress, folder: Path, progress) -> None:
     """All epochs from `where` on; after each the main process writes log, weights and state to `folder`."""
     config, main = run.config, run.accelerator.is_main_process
@@ -798,7 +798,7 @@ def run_epochs(run: Run, splits: ImageSplits, batches: DataLoader, where: Progre
                 save_checkpoint(run.result, folder / "model.safetensors", **notes)
             save()
 
-# %% ../notebooks/09_training.ipynb #fda3eb0b
+# %% ../notebooks/09_training.ipynb #cell-086
 def train(
     config: TrainConfig,
     splits: ImageSplits,
@@ -836,7 +836,7 @@ def train(
     run.result.set_distilled_training(False)
     return run.result.eval()
 
-# %% ../notebooks/09_training.ipynb #0025ed01
+# %% ../notebooks/09_training.ipynb #cell-093
 def peak_memory() -> float:
     """The most memory that this process has held so far, in MiB: on the GPU where CUDA has one, otherwise in all."""
     if torch.cuda.is_available():
