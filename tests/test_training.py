@@ -640,3 +640,14 @@ def test_two_classes_of_pictures_are_learnt(tmp_path):
     config = replace(TINY, epochs=6, batch_size=16, crop_scale=0.5, flip=0.5, shift=0.0, rotation=0.0, zoom=0.0)
     train(config, splits, tmp_path / ".run", model=carelite.CASViT(num_classes=2))
     assert lines(tmp_path / ".run")[-1]["val_accuracy"] >= 0.95
+
+
+def test_the_readme_quotes_the_stored_results():
+    root = Path(__file__).parents[1]
+    report = json.loads((root / "notebooks" / "results" / "fashion_mnist.json").read_text())
+    readme = (root / "README.md").read_text()
+    assert set(report["models"]) == set(carelite.list_models()) and report["command"] in readme
+    for name, entry in report["models"].items():
+        (row,) = [line for line in readme.splitlines() if line.startswith(f'| `"{name}"`')]
+        assert row.endswith(f"| {100 * entry['log'][-1]['val_accuracy']:.1f} % |"), row
+        assert len(entry["log"]) == report["recipe"]["epochs"] and entry["log"][-1]["val_images"] == 10_000
