@@ -1,61 +1,198 @@
-"""The command line: `carelite demo | train | evaluate | predict | export | verify`, also as `python -m carelite`."""
+"""The command line: `carelite demo | train | evaluate | predict | export | verify | …`, also `python -m carelite`."""
 
 import argparse
 import dataclasses
+import json
+import os
 import sys
-import time
 from pathlib import Path
 
 import carelite
 
 
-def train(args: argparse.Namespace) -> Path:
-    """Train on digits into `args.output`; returns the path of the weights."""
-    from carelite.data import load_digits_splits
-    from carelite.training import TrainConfig, evaluate, train
+def configuration(args: argparse.Namespace):
+    """The TrainConfig of a preset, a file or a run to resume, with the values given by flags."""
+    from carelite.training import PRESETS, TrainConfig, read_config
 
-    config = TrainConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig)})
-    folder = Path(args.output or f"runs/{config.model}")
-    splits = load_digits_splits(config.image_size)
-    start = time.perf_counter()
-    model = train(config, splits, folder)
-    seconds = time.perf_counter() - start
-    result = evaluate(model, splits.val)
-    print(f"{config.model}: {seconds:.0f} s of training, {describe(result)}; {folder / 'model.safetensors'}")
+    if getattr(args, "resume", None):
+        base = read_config(Path(args.resume, "config.json"))
+    else:
+        base = read_config(args.config) if args.config else PRESETS[args.preset or "quick"]
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.preset == "finetune" and not given.get("init"):
+        raise ValueError("the preset finetune starts from a checkpoint: name it with --init.")
+    if 0 < (epochs := given.get("epochs", base.epochs)) < base.warmup_epochs:  # a shorter run, a shorter warm-up
+        given.setdefault("warmup_epochs", max(1, round(base.warmup_epochs * epochs / base.epochs)))
+    return dataclasses.replace(base, **given)
+
+
+def splits_of(config):
+    """The images that a TrainConfig names."""
+    from carelite.data import load_splits
+
+    return load_splits(
+        config.data,
+        config.image_size,
+        seed=config.seed,
+        skip_faults=config.skip_faults,
+        train_images=config.train_images,
+    )
+
+
+def train(args: argparse.Namespace) -> Path:
+    """Train into `args.output`, or go on with the run in `args.resume`; returns the path of the weights."""
+    from carelite.training import train
+
+    config, resume = configuration(args), getattr(args, "resume", None)
+    folder = Path(resume or args.output or f"runs/{config.model}")
+    train(config, splits_of(config), folder, resume=bool(resume))
+    if int(os.environ.get("RANK", 0)) == 0:
+        last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+        print(
+            f"{config.model}: {last['seconds']:.0f} s of training, {last['val_accuracy']:.2%} of {last['val_images']} "
+            f"held-out images right, mean loss {last['val_loss']:.3f}; {folder / 'model.safetensors'}"
+        )
     return folder / "model.safetensors"
 
 
-def describe(result) -> str:
-    """An evaluation in words."""
-    return f"{result.accuracy:.2%} of {len(result.labels)} held-out digits right, mean loss {result.loss:.3f}"
-
-
 def evaluate(args: argparse.Namespace) -> None:
-    """Print a checkpoint's accuracy on the held-out digits."""
-    from carelite.data import load_digits_splits
-    from carelite.training import evaluate, load_checkpoint
+    """Print a checkpoint's accuracy on held-out images, in all and by class, and draw its confusion matrix."""
+    from carelite.training import TrainConfig, evaluate, load_checkpoint, plot_confusion, read_config
 
-    model, meta = load_checkpoint(args.checkpoint)
-    splits = load_digits_splits(meta.image_size)
-    if splits.classes != tuple(meta.classes):
-        raise ValueError(f"{args.checkpoint} was trained on the classes {list(meta.classes)}, not on digits.")
-    print(f"{args.checkpoint}: {describe(evaluate(model, splits.val))}")
+    checkpoint = Path(args.checkpoint)
+    model, meta = load_checkpoint(checkpoint)
+    beside = checkpoint.parent / "config.json"
+    config = read_config(beside) if beside.is_file() else TrainConfig()
+    given = {name: getattr(args, name) for name in ("data", "skip_faults") if getattr(args, name) is not None}
+    splits = splits_of(dataclasses.replace(config, image_size=meta.image_size, **given))
+    if splits.classes != meta.classes:
+        raise ValueError(f"{checkpoint} was trained on the classes {list(meta.classes)}, not {list(splits.classes)}.")
+    result = evaluate(model, splits.val, workers=config.workers)
+    print(
+        f"{checkpoint}: {result.accuracy:.2%} of {len(result.labels)} held-out images right, "
+        f"{result.top(5):.2%} among the top five, mean loss {result.loss:.3f}"
+    )
+    rows = zip(result.class_accuracy.tolist(), result.confusion.sum(dim=1).tolist(), meta.classes)
+    for accuracy, count, name in sorted(rows)[:20]:
+        print(f"  {accuracy:7.2%} of {count:5d}  {name}")
+    if len(meta.classes) > 20:
+        print(f"  … the 20 worst of {len(meta.classes)} classes")
+    picture = Path(args.figure or checkpoint.parent / "confusion.png")
+    plot_confusion(result, meta.classes).savefig(picture, dpi=120)
+    print(f"confusion matrix: {picture}")
 
 
 def predict(args: argparse.Namespace) -> None:
-    """Print the most likely classes of image files."""
+    """Print the five most likely classes of image files, or of all image files in folders."""
     import torch
 
-    from carelite.data import load_image, normalise
+    from carelite.data import image_files, load_image, normalise
     from carelite.training import load_checkpoint
 
     model, meta = load_checkpoint(args.checkpoint)
-    images = torch.stack([load_image(path, meta.image_size) for path in args.image])
-    with torch.inference_mode():
-        probabilities = model(normalise(images, meta.mean, meta.std)).softmax(dim=1)
-    for path, row in zip(args.image, probabilities):
-        best = row.topk(min(5, len(row)))
+    paths = [path for name in args.image for path in (image_files(name) if Path(name).is_dir() else [Path(name)])]
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise FileNotFoundError(f"no image file at {', '.join(missing)}.")
+    if not paths:
+        raise FileNotFoundError(f"no image files in {', '.join(args.image)}.")
+    unreadable = 0
+    for path in paths:
+        try:
+            image = load_image(path, meta.image_size)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            unreadable += 1
+            continue
+        with torch.inference_mode():
+            probabilities = model(normalise(image[None], meta.mean, meta.std)).softmax(dim=1)[0]
+        best = probabilities.topk(min(5, len(probabilities)))
         print(f"{path}: " + ", ".join(f"{meta.classes[i]} {p:.1%}" for p, i in zip(best.values, best.indices)))
+    if unreadable:
+        raise ValueError(f"{unreadable} of {len(paths)} images could not be read.")
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train models with one recipe and write what came out to a JSON file; goes on where it was interrupted."""
+    import platform
+
+    import timm
+    import torch
+
+    from carelite.training import FREE, TrainConfig, train
+
+    config, path = configuration(args), Path(args.results)
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig)}
+    own = ("model", *FREE)  # what does not belong to the recipe
+    flags = [f"--{n.replace('_', '-')} {value}" for n, value in given.items() if value is not None and n not in own]
+    recipe = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
+    report = dict(command=" ".join(["carelite compare", *flags]), recipe=recipe, models={})
+    if path.is_file():
+        report = json.loads(path.read_text())
+        if report["recipe"] != recipe:
+            raise ValueError(f"{path} holds results of another recipe: name another file with --results.")
+    report["versions"] = dict(torch=torch.__version__, timm=timm.__version__, python=platform.python_version())
+    splits = splits_of(config)
+    for name in args.models or carelite.list_models():
+        folder = Path(args.output or "runs/compare", name)
+        resume = (folder / "state.pt").is_file()  # an interrupted comparison goes on
+        model = train(dataclasses.replace(config, model=name), splits, folder, resume=resume)
+        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        parameters = sum(p.numel() for p in model.parameters())
+        report["models"][name] = dict(parameters=parameters, log=log)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    for name, entry in report["models"].items():
+        last = entry["log"][-1]
+        print(f"{name:<12}{last['val_accuracy']:8.2%} of {last['val_images']} after {last['seconds']:6.0f} s")
+
+
+def bench_training(args: argparse.Namespace) -> None:
+    """Print images per second and peak memory of training: memory layouts, with and without the data pipeline."""
+    import multiprocessing
+    import tempfile
+    from concurrent.futures import ProcessPoolExecutor
+
+    from carelite.training import measure_training
+
+    config = configuration(args)
+    print(f"{config.model}, {config.image_size} x {config.image_size}, batches of {config.batch_size}, "
+          f"{config.workers} workers, {args.steps} steps")  # fmt: skip
+    print(f"{'layout':<16}{'data pipeline':<16}{'images/s':>9}{'peak memory (MiB)':>20}")
+    with tempfile.TemporaryDirectory() as folder:
+        if args.data is None:
+            photographs(Path(folder), config.batch_size)
+            config = dataclasses.replace(config, data=f"folder:{folder}")
+        for last in (False, True):
+            for pipeline in (False, True):
+                # a process for each, for the peak is that of a process
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    rate, memory = pool.submit(
+                        measure_training,
+                        config,
+                        splits_of(config),
+                        channels_last=last,
+                        pipeline=pipeline,
+                        steps=args.steps,
+                    ).result()
+                names = "channels_last" if last else "default", "with" if pipeline else "without"
+                print(f"{names[0]:<16}{names[1]:<16}{rate:>9.1f}{memory:>20,.0f}", flush=True)
+
+
+def photographs(folder: Path, batch_size: int) -> None:
+    """Write JPEG files of 500 x 375 pixels, parts of scikit-learn's two photographs, in two class folders."""
+    import random
+
+    from PIL import Image
+    from sklearn.datasets import load_sample_image
+
+    draw = random.Random(0)
+    for name in ("china", "flower"):
+        photo = Image.fromarray(load_sample_image(f"{name}.jpg"))  # 640 x 427
+        (folder / name).mkdir()
+        for i in range(2 * batch_size):
+            left, top = draw.randrange(140), draw.randrange(52)
+            photo.crop((left, top, left + 500, top + 375)).save(folder / name / f"{i}.jpg", quality=90)
 
 
 def export(args: argparse.Namespace) -> Path:
@@ -105,6 +242,7 @@ def demo(args: argparse.Namespace) -> None:
 
     folder = Path(args.output or "runs/demo")
     args.output = folder
+    (folder / "state.pt").unlink(missing_ok=True)  # a demo that was stopped begins anew
     checkpoint = train(args)
     model, meta = load_checkpoint(checkpoint)
     result = evaluate(model, load_digits_splits(meta.image_size).val)
@@ -140,13 +278,19 @@ def size_of(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() else path.stat().st_size
 
 
-def add_training_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of TrainConfig, with its default."""
-    from carelite.training import TrainConfig
+def add_training_flags(parser: argparse.ArgumentParser, resume: bool = False) -> None:
+    """A preset, a configuration file or a run to resume, and a flag for every field of TrainConfig."""
+    from carelite.training import PRESETS, TrainConfig
 
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--preset", choices=PRESETS, help="the recipe to start from; default: quick")
+    source.add_argument("--config", help="config.json of an earlier run, instead of a preset")
+    if resume:
+        source.add_argument("--resume", metavar="FOLDER", help="go on with the interrupted run in this folder")
     for field in dataclasses.fields(TrainConfig):
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=type(field.default), default=field.default, help=f"default: {field.default}")
+        values = ", ".join(f"{name} {getattr(preset, field.name)!r}" for name, preset in PRESETS.items())
+        kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
+        parser.add_argument("--" + field.name.replace("_", "-"), help=values, **kind)
     parser.add_argument("--output", help="folder of the run; default: runs/MODEL (demo: runs/demo)")
 
 
@@ -158,16 +302,28 @@ def build_parser() -> argparse.ArgumentParser:
 
     def command(function, **kwargs):
         text = function.__doc__.splitlines()[0]
-        added = commands.add_parser(function.__name__, help=text, description=text, **kwargs)
+        added = commands.add_parser(function.__name__.replace("_", "-"), help=text, description=text, **kwargs)
         added.set_defaults(run=function)
         return added
 
     add_training_flags(command(demo))
-    add_training_flags(command(train))
-    command(evaluate).add_argument("checkpoint", help="model.safetensors of a run")
+    add_training_flags(command(train), resume=True)
+    evaluating = command(evaluate)
+    evaluating.add_argument("checkpoint", help="model.safetensors of a run")
+    evaluating.add_argument("--data", help="digits, fashion_mnist or folder:PATH; default: the run's")
+    evaluating.add_argument("--skip-faults", action="store_true", default=None, help="leave unreadable files out")
+    evaluating.add_argument("--figure", help="the confusion matrix; default: confusion.png beside the checkpoint")
     predicting = command(predict)
-    predicting.add_argument("image", nargs="+", help="image files")
+    predicting.add_argument("image", nargs="+", help="image files, or folders of them")
     predicting.add_argument("--checkpoint", required=True, help="model.safetensors of a run")
+    comparing = command(compare)
+    add_training_flags(comparing)
+    comparing.add_argument("--models", nargs="+", choices=carelite.list_models(), help="default: all")
+    comparing.add_argument("--results", default="runs/compare/results.json", help="default: runs/compare/results.json")
+    benching = command(bench_training)
+    add_training_flags(benching)
+    benching.set_defaults(preset="care", batch_size=32, workers=1)
+    benching.add_argument("--steps", type=int, default=10, help="steps to measure; default: 10")
     exporting = command(export)
     exporting.add_argument("checkpoint", help="model.safetensors of a run")
     exporting.add_argument("package", nargs="?", help="default: MODEL.mlpackage beside the checkpoint")

@@ -1,5 +1,6 @@
 """The command line, command by command on one short run, and how it refuses."""
 
+import json
 import subprocess
 import sys
 
@@ -21,15 +22,67 @@ def run(tmp_path_factory):
 def test_train_and_evaluate(run, capsys):
     checkpoint = run / "model.safetensors"
     assert checkpoint.is_file() and (run / "learning_curve.png").is_file()
+    assert (run / "config.json").is_file()
     main(["evaluate", str(checkpoint)])
-    assert "of 360 held-out digits right" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "of 360 held-out images right" in out and "among the top five" in out
+    assert len([line for line in out.splitlines() if line.startswith("  ")]) == 10  # one for each class
+    assert Image.open(run / "confusion.png").width > 300
+
+
+def test_a_preset_a_flag_and_a_file(tmp_path, monkeypatch):
+    from carelite import training
+
+    seen = []
+    monkeypatch.setattr(training, "train", lambda config, splits, folder, resume: seen.append(config) or stop())
+
+    def stop():
+        raise OSError("seen")
+
+    def config_of(*flags):
+        with pytest.raises(SystemExit):
+            main(["train", *flags])
+        return seen.pop()
+
+    short = config_of("--preset", "care", "--epochs", "5", "--image-size", "32")
+    assert (short.epochs, short.warmup_epochs, short.mixup, short.image_size) == (5, 1, 0.8, 32)
+    training.write_config(short, tmp_path / "config.json")
+    assert config_of("--config", str(tmp_path / "config.json")) == short
+    again = config_of("--resume", str(tmp_path), "--model", "cas_vit_xs")
+    assert again.model == "cas_vit_xs" and again.mixup == 0.8  # and `train` will refuse it
 
 
 def test_predict(run, tmp_path, capsys):
     Image.new("RGB", (40, 30), "white").save(tmp_path / "white.png")
     main(["predict", str(tmp_path / "white.png"), "--checkpoint", str(run / "model.safetensors")])
-    out = capsys.readouterr().out
-    assert "white.png: " in out and out.count("%") == 5
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(SystemExit) as status:
+        main(["predict", str(tmp_path), "--checkpoint", str(run / "model.safetensors")])
+    out, error = capsys.readouterr()
+    assert out.count("white.png: ") == 2 and out.count("%") == 10
+    assert "broken.png cannot be read" in error and "1 of 2" in error and status.value.code == 2
+
+
+def test_compare(tmp_path, capsys):
+    flags = ["--train-images", "64", "--batch-size", "32", "--epochs", "1", "--warmup-epochs", "0"]
+    files = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results.json")]
+    main(["compare", "--models", "cas_vit_xs", *flags, *files])
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["recipe"]["train_images"] == 64 and "--train-images 64" in report["command"]
+    assert report["models"]["cas_vit_xs"]["log"][-1]["val_images"] == 360
+    with pytest.raises(SystemExit):
+        main(["compare", "--models", "cas_vit_s", *flags[:-1], "1", *files])
+    assert "another recipe" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bench_training(capsys):
+    main(["bench-training", "--model", "cas_vit_xs", "--image-size", "64", "--batch-size", "4", "--steps", "1"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:2] for row in rows] == [
+        [layout, pipeline] for layout in ("default", "channels_last") for pipeline in ("without", "with")
+    ]
+    assert all(float(row[2]) > 0 and float(row[3].replace(",", "")) > 100 for row in rows)
 
 
 @pytest.mark.parametrize("precision", ("float16", "float32"))
@@ -54,6 +107,9 @@ def test_export_and_verify(run, precision, tmp_path, capsys):
         (["evaluate", "nowhere.safetensors"], "nowhere.safetensors"),
         (["train", "--model", "care_s9"], "care_s9"),
         (["train", "--epochs", "0"], "epochs"),
+        (["train", "--resume", "nowhere"], "nowhere"),
+        (["train", "--data", "folder:nowhere"], "nowhere"),
+        (["train", "--preset", "finetune"], "--init"),
         (["predict", "nowhere.png", "--checkpoint", "nowhere.safetensors"], "nowhere"),
         (["verify", "nowhere.mlpackage", "--checkpoint", "nowhere.safetensors"], "nowhere"),
     ),
@@ -68,7 +124,7 @@ def test_bad_input_is_one_clear_line(command, message, capsys, tmp_path, monkeyp
 
 
 def test_every_command_has_help(capsys):
-    for command in ("demo", "train", "evaluate", "predict", "export", "verify"):
+    for command in ("demo", "train", "evaluate", "predict", "compare", "bench-training", "export", "verify"):
         with pytest.raises(SystemExit) as status:
             build_parser().parse_args([command, "--help"])
         assert status.value.code == 0 and command in capsys.readouterr().out

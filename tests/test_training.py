@@ -1,19 +1,64 @@
-"""Data, training, evaluation and saved runs."""
+"""Training: the recipe, what a run leaves, resuming, several processes, distillation, evaluation."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Subset
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import StackDataset, Subset
 
-from carelite import training
+import carelite
+from carelite import data, training
+from carelite.cas_vit import CAS_VIT_CONFIGS
 from carelite.data import ImageSplits, load_digits_splits, load_image, normalise
-from carelite.training import TrainConfig, evaluate, load_checkpoint, save_checkpoint, train
+from carelite.training import (
+    PRESETS,
+    Evaluation,
+    TrainConfig,
+    augment_batch,
+    create_accelerator,
+    create_optimizer,
+    create_run,
+    distillation_loss,
+    evaluate,
+    load_checkpoint,
+    load_teacher,
+    read_config,
+    save_checkpoint,
+    teach,
+    train,
+    training_batches,
+    training_step,
+)
 
 TINY = TrainConfig(epochs=2, batch_size=32, warmup_epochs=1)
+FULL = replace(  # everything that a recipe has
+    TINY, model="cas_vit_xs", crop_scale=0.3, flip=0.5, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8,
+    cutmix=1.0, drop_path_rate=0.2, ema_decay=0.9, clip_grad=5.0, min_size=32, max_size=64,
+)  # fmt: skip
+
+
+def shallow() -> nn.Module:
+    """A small model with ten classes."""
+    return carelite.CASViT(replace(CAS_VIT_CONFIGS["cas_vit_xs"], depths=(1, 1, 1, 1)), num_classes=10)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def lines(folder) -> list[dict]:
+    """A run's log, without the times."""
+    log = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in log]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +74,7 @@ def few(digits):
 @pytest.fixture(scope="module")
 def run(few, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return train(TINY, few, folder), folder
+    return train(replace(TINY, model="cas_vit_xs"), few, folder), folder
 
 
 def test_the_split_is_the_stated_one(digits):
@@ -85,25 +130,28 @@ def test_load_image(tmp_path):
 
 def test_a_run_leaves_weights_log_and_curve(run):
     model, folder = run
-    assert {p.name for p in folder.iterdir()} >= {"model.safetensors", "log.jsonl", "learning_curve.png"}
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [1, 2]
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json", "model.safetensors", "log.jsonl", "learning_curve.png",
+    }  # fmt: skip
+    log = lines(folder)
+    assert [line["epoch"] for line in log] == [1, 2] and all(line["val_images"] == 50 for line in log)
     assert Image.open(folder / "learning_curve.png").width > 300
-    assert not [p for p in folder.rglob("*") if "tmp" in p.name or "partial" in p.name]
 
 
 def test_training_learns(digits, tmp_path):
     memorise = ImageSplits(Subset(digits.train, range(64)), Subset(digits.train, range(64)), digits.classes)
-    model = train(replace(TINY, epochs=20, shift=0.0, rotation=0.0), memorise, tmp_path)
+    still = replace(TINY, epochs=20, shift=0.0, rotation=0.0, zoom=0.0)
+    model = train(still, memorise, tmp_path, model=shallow())
     assert evaluate(model, memorise.val).accuracy > 0.5  # chance is 0.1
 
 
-def test_the_same_seed_gives_the_same_weights(run, few, tmp_path):
-    again, other = train(TINY, few, tmp_path / "a"), train(replace(TINY, seed=1), few, tmp_path / "b")
-    for (name, a), b, c in zip(run[0].state_dict().items(), again.state_dict().values(), other.state_dict().values()):
-        assert torch.equal(a, b), name
-        if name == "head.fc.weight":
-            assert not torch.equal(a, c)
+def test_the_file_beside_a_run_reproduces_it_and_another_seed_does_not(few, tmp_path):
+    first = train(FULL, few, tmp_path / "a")
+    config = read_config(tmp_path / "a" / "config.json")
+    assert config == FULL
+    again, other = train(config, few, tmp_path / "b"), train(replace(FULL, seed=1), few, tmp_path / "c")
+    assert equal(first, again) and lines(tmp_path / "a") == lines(tmp_path / "b")
+    assert not torch.equal(first.head.fc.weight, other.head.fc.weight)
 
 
 def test_evaluate_counts_every_image_once_and_restores_the_mode(run, few):
@@ -126,7 +174,7 @@ def test_checkpoints(run, tmp_path):
     model, folder = run
     again, meta = load_checkpoint(folder / "model.safetensors")
     assert not again.training and tuple(meta.classes) == tuple("0123456789")
-    assert (meta.name, meta.image_size) == ("care_s0", 32)
+    assert (meta.name, meta.image_size, meta.attention) == ("cas_vit_xs", 32, "")
     for (name, a), b in zip(model.state_dict().items(), again.state_dict().values()):
         assert torch.equal(a, b), name
     from safetensors.torch import save_file
@@ -151,20 +199,33 @@ def test_a_failed_save_keeps_the_old_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "save_model", broken)
     with pytest.raises(OSError, match="disk full"):
         save_checkpoint(
-            model, path, name="care_s0", classes=tuple("0123456789"), image_size=32, mean=(0.0,) * 3, std=(1.0,) * 3
+            model, path, name="cas_vit_xs", classes=tuple("0123456789"), image_size=32, mean=(0.0,) * 3, std=(1.0,) * 3
         )
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(few, tmp_path, monkeypatch):
-    true = training.F.cross_entropy
-    monkeypatch.setattr(training.F, "cross_entropy", lambda *a, **k: true(*a, **k) * float("nan"))
-    with pytest.raises(ArithmeticError, match="epoch 1(.|\n)*step"):
-        train(TINY, few, tmp_path)
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(few, tmp_path, monkeypatch):
+    true, count = training.F.cross_entropy, iter(range(1, 99))
+
+    def fails_at_the_fifth(*args, **kwargs):  # 3 steps and an evaluation, then the second step
+        return true(*args, **kwargs) * (float("nan") if next(count) == 6 else 1)
+
+    monkeypatch.setattr(training.F, "cross_entropy", fails_at_the_fifth)
+    with pytest.raises(ArithmeticError, match="nan in epoch 2, step 5 .batch 2 of 3"):
+        train(replace(TINY, model="cas_vit_xs"), few, tmp_path)
+    monkeypatch.undo()
+    assert [line["epoch"] for line in lines(tmp_path)] == [1]
+    load_checkpoint(tmp_path / "model.safetensors")
+    resumed = train(replace(TINY, model="cas_vit_xs"), few, tmp_path, resume=True)
+    assert equal(resumed, train(replace(TINY, model="cas_vit_xs"), few, tmp_path / "whole"))
 
 
-BAD = [dict(epochs=0), dict(batch_size=0), dict(lr=-1.0), dict(image_size=16), dict(model="care_s9"), dict(shift=1.0)]
+BAD = [
+    dict(epochs=0), dict(batch_size=0), dict(lr=-1.0), dict(image_size=16), dict(model="care_s9"), dict(shift=1.0),
+    dict(max_size=40), dict(accumulation=3), dict(crop_scale=0.0), dict(mixup=-0.5), dict(distillation="firm"),
+    dict(mixed_precision="fp8"), dict(seed=-1), dict(erasing=1.5),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", BAD, ids=str)
@@ -175,7 +236,7 @@ def test_bad_settings_are_refused(change):
 
 
 def test_images_of_another_size_are_refused(few, tmp_path):
-    with pytest.raises(ValueError, match="32(.|\n)*64"):
+    with pytest.raises(ValueError, match="32(.|\n)*image_size is 64"):
         train(replace(TINY, image_size=64), few, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -184,3 +245,409 @@ def test_too_few_images_are_refused(digits, tmp_path):
     one = ImageSplits(Subset(digits.train, range(1)), digits.val, digits.classes)
     with pytest.raises(ValueError, match="1 "):
         train(TINY, one, tmp_path)
+
+
+# --- the recipe ---
+
+
+def test_the_presets_are_the_papers():
+    care, cas_vit, finetune = (PRESETS[name] for name in ("care", "cas_vit", "finetune"))
+    assert (care.lr, care.lr_batch, care.min_lr, care.mixup, care.cutmix, care.erasing) == (
+        2.5e-3,
+        1536,
+        1e-5,
+        0.8,
+        1,
+        0.25,
+    )
+    assert (cas_vit.lr, cas_vit.lr_batch, cas_vit.min_lr, cas_vit.ema_decay) == (6e-3, 2048, 1e-6, 0.9995)
+    assert (cas_vit.min_size, cas_vit.max_size, cas_vit.mixup, cas_vit.erasing) == (160, 320, 0, 0)
+    for preset in (care, cas_vit):
+        assert (preset.epochs, preset.warmup_epochs, preset.weight_decay, preset.label_smoothing) == (
+            300,
+            20,
+            0.05,
+            0.1,
+        )
+        assert (preset.auto_augment, preset.crop_scale, preset.drop_path_rate) == ("rand-m9-mstd0.5-inc1", 0.08, 0.1)
+    assert (finetune.epochs, finetune.image_size, finetune.drop_path_rate, finetune.ema_decay) == (30, 384, 0, 0.9995)
+    optimizer = create_optimizer(shallow(), finetune)
+    schedule = training.create_schedule(optimizer, finetune, 10)
+    for step in (0, 1, 150, 299):
+        schedule.step_update(step)
+        assert {group["lr"] for group in optimizer.param_groups} == {5e-5}  # constant
+    assert create_optimizer(shallow(), care, processes=12).param_groups[0]["lr"] == pytest.approx(2.5e-3)
+    assert create_optimizer(shallow(), care).param_groups[0]["lr"] == pytest.approx(2.5e-3 / 12)
+
+
+@pytest.mark.parametrize("batch", (5, 6))
+@pytest.mark.parametrize("change", (dict(mixup=0.8), dict(cutmix=1.0), dict(mixup=0.8, cutmix=1.0), {}), ids=str)
+def test_targets_sum_to_one_also_for_an_odd_batch(batch, change):
+    torch.manual_seed(0)
+    images, labels = torch.randn(batch, 3, 32, 32), torch.arange(batch)
+    mixed, targets = augment_batch(images.clone(), labels, 10, replace(TINY, **change), step=1)
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(batch))
+    assert targets.min() == pytest.approx(0.01) and mixed.shape == images.shape
+    assert (not torch.equal(mixed, images)) == bool(change)
+    if batch % 2:
+        assert torch.equal(mixed[-1], images[-1]) and targets[-1].argmax() == labels[-1]
+
+
+def test_an_odd_batch_trains_with_mixup(few, tmp_path):
+    train(replace(TINY, epochs=1, batch_size=33, mixup=0.8, cutmix=1.0), few, tmp_path, model=shallow())
+    assert torch.tensor(lines(tmp_path)[0]["train_loss"]).isfinite()
+
+
+def test_erasing_and_sizes():
+    images = torch.randn(8, 3, 64, 64)
+    erased, _ = augment_batch(images.clone(), torch.arange(8), 10, replace(TINY, erasing=1.0), step=1)
+    shares = (erased != images).any(dim=1).float().mean(dim=(1, 2))
+    assert 0 < shares.min() and shares.max() < 0.5
+    many = replace(TINY, min_size=32, max_size=96)
+    sizes = [augment_batch(images, torch.arange(8), 10, many, step)[0].shape[-1] for step in range(20)]
+    assert set(sizes) == {32, 64, 96}
+
+
+def test_a_last_batch_of_one_image_is_left_out_with_a_notice(digits, tmp_path, capsys):
+    odd = ImageSplits(Subset(digits.train, range(33)), Subset(digits.val, range(10)), digits.classes)
+    train(replace(TINY, epochs=1), odd, tmp_path, model=shallow())
+    assert capsys.readouterr().out.startswith("1 of 33 images")
+    assert [len(labels) for _, labels in training_batches(odd, TINY)] == [32]
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(few):
+    norms = []
+    for parts in (1, 4):
+        config = replace(TINY, accumulation=parts)
+        torch.manual_seed(0)
+        model = shallow()
+        for norm in model.modules():  # BatchNorm sees parts, so it must not matter here
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.momentum, norm.track_running_stats = 0.0, True
+        run = create_run(config, create_accelerator(config), model.eval(), None, 3)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        images, labels = next(iter(training_batches(few, config)))
+        training_step(run, images, labels, 1)
+        norms.append({name: (p - before[name]) for name, p in model.named_parameters()})
+    for name, step in norms[0].items():
+        torch.testing.assert_close(norms[1][name], step, atol=2e-7, rtol=0.02), name
+
+
+def test_clipping(few):
+    seen = []
+    config = replace(TINY, clip_grad=1e-3)
+    run = create_run(config, create_accelerator(config), shallow().train(), None, 3)
+    true = run.optimizer.step
+    run.optimizer.step = lambda: (seen.append(nn.utils.get_total_norm(p.grad for p in run.plain.parameters())), true())
+    training_step(run, *next(iter(training_batches(few, config))), 1)
+    assert seen[0] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_mixed_precision(few, tmp_path):
+    model = train(replace(TINY, epochs=1, mixed_precision="bf16"), few, tmp_path, model=shallow())
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and "forward" not in vars(model)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="fp16 needs a GPU"):
+            train(replace(TINY, mixed_precision="fp16"), few, tmp_path)
+
+
+def test_the_average_follows_batchnorm_and_keeps_integers(few):
+    config = replace(TINY, ema_decay=0.5)
+    run = create_run(config, create_accelerator(config), shallow().train(), None, 3)
+    expected = {key: value.clone() for key, value in run.plain.state_dict().items()}
+    images, labels = next(iter(training_batches(few, config)))
+    for step in range(1, 5):
+        training_step(run, images, labels, step)
+        decay = min(0.5, 1 - step ** (-2 / 3)) if step > 1 else 0.0  # it begins as a copy
+        for key, value in run.plain.state_dict().items():
+            new = decay * expected[key] + (1 - decay) * value if value.is_floating_point() else value
+            expected[key] = new.clone()
+    for key, value in run.ema.module.state_dict().items():
+        torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4), key
+    assert run.ema.module.stem[1].num_batches_tracked.dtype == torch.int64
+    assert run.result is run.ema.module and not torch.equal(run.result.head.fc.weight, run.plain.head.fc.weight)
+
+
+# --- resuming ---
+
+KILLED = """
+import os, signal, sys
+from dataclasses import replace
+from test_training import FULL, few_digits
+from carelite import training
+
+folder, config = sys.argv[1], replace(FULL, checkpoint_steps=2)
+for kill_at in (2, 3, 5):  # before the first state; between two; in the second epoch, right behind a state
+    if os.fork():
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+        continue
+    true = training.training_step
+    def step(run, images, labels, number):
+        if number == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return true(run, images, labels, number)
+    training.training_step = step
+    training.train(config, few_digits(), folder, resume=os.path.exists(folder + "/state.pt"))
+"""
+
+
+def few_digits() -> ImageSplits:
+    digits = load_digits_splits(32)
+    return ImageSplits(Subset(digits.train, range(96)), Subset(digits.val, range(50)), digits.classes)
+
+
+@pytest.mark.unchecked
+def test_a_run_killed_three_times_ends_where_the_uninterrupted_one_does(tmp_path):
+    config = replace(FULL, checkpoint_steps=2)
+    whole = train(config, few_digits(), tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent, timeout=120)
+    state = torch.load(tmp_path / "killed" / "state.pt", weights_only=True)
+    assert (state["progress"]["epoch"], state["progress"]["step"]) == (2, 1)
+    resumed = train(config, few_digits(), tmp_path / "killed", resume=True)
+    assert equal(resumed, whole) and lines(tmp_path / "killed") == lines(tmp_path / "whole")
+    assert not (tmp_path / "killed" / "state.pt").exists()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def interrupted(few, tmp_path, monkeypatch):
+    """A folder with the state of a run that stopped in its second epoch."""
+    true = training.train_epoch
+
+    def stop(run, batches, progress, *args):
+        if progress.epoch == 2:
+            raise Stop
+        return true(run, batches, progress, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(training, "train_epoch", stop)
+        train(TINY, few, tmp_path / "run", model=shallow())
+    return tmp_path / "run"
+
+
+def test_resuming_is_refused_where_it_would_be_wrong(interrupted, few, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no unfinished run"):
+        train(TINY, few, tmp_path / "nowhere", resume=True)
+    with pytest.raises(ValueError, match="model was 'care_s0', now 'cas_vit_xs'"):
+        train(replace(TINY, model="cas_vit_xs"), few, interrupted, resume=True)
+    with pytest.raises(ValueError, match="lr was 0.004, now 0.1"):
+        train(replace(TINY, lr=0.1), few, interrupted, resume=True)
+    with pytest.raises(ValueError, match="another model"):
+        train(TINY, few, interrupted, resume=True, model=carelite.CASViT(num_classes=10))
+    with pytest.raises(FileExistsError, match="unfinished run"):
+        train(TINY, few, interrupted)
+    train(replace(TINY, workers=0, checkpoint_steps=7), few, interrupted, resume=True, model=shallow())
+
+
+def test_a_state_that_fails_to_be_written_leaves_the_last_one(interrupted, few, monkeypatch):
+    before = (interrupted / "state.pt").read_bytes()
+
+    def half(state, path):
+        Path(path).write_bytes(b"half a state")
+        raise Stop
+
+    monkeypatch.setattr(training.torch, "save", half)
+    with pytest.raises(Stop):
+        train(TINY, few, interrupted, resume=True, model=shallow())
+    assert (interrupted / "state.pt").read_bytes() == before
+
+
+# --- several processes ---
+
+TWO_RANKS = """
+import sys, torch
+from dataclasses import replace
+from test_training import FULL, TINY, Stop, few_digits, shallow
+from carelite import training
+from carelite.training import train
+
+splits, folder = few_digits(), sys.argv[1]
+config = replace(FULL, batch_size=16, min_size=0, max_size=0, accumulation=2, checkpoint_steps=2)
+def run(name, teacher=None, **kwargs):
+    torch.manual_seed(0)
+    model = shallow()
+    train(config, splits, f"{folder}/{name}", model=model, teacher=teacher, **kwargs)
+    return model
+plain = run("plain")
+rank = torch.distributed.get_rank()
+torch.save([plain.state_dict(), run("taught", shallow()).state_dict()], f"{folder}/{rank}.pt")
+true = training.training_step
+def stop(run, images, labels, step):
+    if step == 4:
+        raise Stop
+    return true(run, images, labels, step)
+training.training_step = stop
+try:
+    run("resumed")
+except Stop:
+    training.training_step = true
+again = run("resumed", resume=True)
+for key, value in plain.state_dict().items():
+    assert torch.equal(value, again.state_dict()[key]), key
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.unchecked
+def test_two_processes(tmp_path):
+    (tmp_path / "two.py").write_text(TWO_RANKS)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "--standalone",
+    ]
+    env = dict(PYTHONPATH=":".join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+    command += [str(tmp_path / "two.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for one, other in zip(*ranks):  # without and with a teacher
+        for key, value in one.items():
+            assert torch.equal(value, other[key]), key
+    for name in ("plain", "taught", "resumed"):
+        assert [line["val_images"] for line in lines(tmp_path / name)] == [50, 50]  # 50 is no multiple of 2 x 256
+    assert lines(tmp_path / "plain") == lines(tmp_path / "resumed")
+    assert done.stdout.count("do not fill a step") == 0  # 96 = 3 x 2 x 16
+
+
+@pytest.mark.unchecked
+def test_workers_that_are_spawned(tmp_path, project_python):
+    project_python(
+        "if __name__ == '__main__':\n"
+        "    import multiprocessing, sys\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        "    from test_training import FULL, few_digits, replace, train\n"
+        f"    train(replace(FULL, workers=2, epochs=1), few_digits(), {str(tmp_path / 'two')!r})\n",
+        cwd=Path(__file__).parent,
+    )
+    train(replace(FULL, epochs=1), few_digits(), tmp_path / "none")
+    assert lines(tmp_path / "two") == lines(tmp_path / "none")
+
+
+# --- distillation and fine-tuning ---
+
+
+def test_the_soft_loss():
+    logits = torch.randn(4, 10)
+    targets = F.one_hot(torch.arange(4), 10).float()
+    soft = replace(TINY, distillation="soft", temperature=3.0, alpha=1.0)
+    assert distillation_loss((torch.randn(4, 10), logits), targets, logits.clone(), soft) == pytest.approx(0, abs=1e-6)
+    teacher = torch.randn(4, 10)
+    p, q = (logits / 3).softmax(1), (teacher / 3).softmax(1)
+    expected = 9 * (q * (q / p).log()).sum() / 4
+    torch.testing.assert_close(distillation_loss((teacher, logits), targets, teacher, soft), expected)
+
+
+def test_the_hard_loss_is_half_labels_half_teacher():
+    pair, teacher = (torch.randn(4, 10), torch.randn(4, 10)), torch.randn(4, 10)
+    labels = torch.arange(4)
+    loss = distillation_loss(pair, F.one_hot(labels, 10).float(), teacher, TINY)
+    expected = (F.cross_entropy(pair[0], labels) + F.cross_entropy(pair[1], teacher.argmax(1))) / 2
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("kind", ("hard", "soft"))
+def test_the_teacher_changes_the_students_gradient_and_gets_none(kind, few):
+    config = replace(TINY, distillation=kind)
+    images, labels = next(iter(training_batches(few, config)))
+    gradients = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        teacher = shallow().eval()
+        teacher.dist_head.fc.weight.data *= 50
+        torch.manual_seed(0)
+        run = create_run(config, create_accelerator(config), shallow().train(), teacher, 3)
+        run.optimizer.zero_grad = lambda: None
+        training_step(run, images, labels, 1)
+        assert all(p.grad is None for p in teacher.parameters())
+        gradients.append(torch.cat([p.grad.flatten() for p in run.plain.parameters()]))
+    assert torch.equal(gradients[0], gradients[1]) and not torch.equal(gradients[0], gradients[2])
+
+
+def test_a_teacher_gets_images_normalised_as_it_wants():
+    teacher = nn.Flatten()
+    teacher.pretrained_cfg = dict(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    student = carelite.create_model("cas_vit_xs", num_classes=10)
+    inputs = normalise(images, student.pretrained_cfg["mean"], student.pretrained_cfg["std"])
+    wanted = normalise(images, **teacher.pretrained_cfg).flatten(1)
+    torch.testing.assert_close(teach(teacher, inputs, student), wanted)
+
+
+def test_teachers(run, few, tmp_path):
+    _, folder = run
+    teacher = load_teacher(str(folder / "model.safetensors"), few.classes)
+    assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
+    import timm
+
+    torch.save(timm.create_model("resnet18", num_classes=10).state_dict(), tmp_path / "resnet.pth")
+    assert load_teacher(f"resnet18={tmp_path / 'resnet.pth'}", few.classes).num_classes == 10
+    with pytest.raises(ValueError, match="neither a file nor a model"):
+        load_teacher("resnet_of_mine", few.classes)
+    with pytest.raises(ValueError, match="knows the classes"):
+        load_teacher(str(folder / "model.safetensors"), ("a", "b"))
+    config = replace(TINY, epochs=1, model="cas_vit_xs", teacher=str(folder / "model.safetensors"))
+    student = train(config, few, tmp_path / "student")
+    assert isinstance(student.train()(torch.zeros(2, 3, 32, 32)), torch.Tensor)  # no pair afterwards
+
+
+def test_fine_tuning_replaces_both_heads_and_says_so(run, few, tmp_path, capsys):
+    source, folder = run
+    parts = (
+        StackDataset([image for image, _ in part], [label % 3 for _, label in part]) for part in (few.train, few.val)
+    )
+    three = ImageSplits(*parts, tuple("abc"))
+    config = replace(TINY, epochs=1, model="cas_vit_xs", lr=1e-9, warmup_epochs=0, min_lr=0.0,
+                     init=str(folder / "model.safetensors"))  # fmt: skip
+    model = train(config, three, tmp_path / "three")
+    out = capsys.readouterr().out
+    assert f"{len(source.state_dict()) - 4} tensors kept, 4 new" in out and "10 classes, the model 3" in out
+    assert model.head.fc.out_features == model.dist_head.fc.out_features == 3
+    torch.testing.assert_close(model.stem[0].weight, source.stem[0].weight, atol=1e-6, rtol=0)
+    same_count = replace(few, classes=tuple("abcdefghij"))
+    _, said = training.start_model(config, same_count.classes)
+    assert "4 new" in said and "other classes" in said
+    kept, said = training.start_model(config, few.classes)
+    assert "0 new" in said and torch.equal(kept.head.fc.weight, source.head.fc.weight)
+
+
+def test_evaluation_in_numbers():
+    logits = torch.tensor([[9.0, 1, 0], [0, 1, 2], [1, 0, 2], [0, 1, 5]])
+    result = Evaluation(logits, torch.tensor([0, 1, 1, 2]))
+    assert result.accuracy == 0.5 and result.top(2) == 0.75 and result.top(5) == 1
+    assert result.confusion.tolist() == [[1, 0, 0], [0, 0, 2], [0, 0, 1]]
+    assert result.class_accuracy.tolist() == [1, 0, 1]
+
+
+def test_two_classes_of_pictures_are_learnt(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, axis in (("rows", 0), ("columns", 1)):
+        (tmp_path / name).mkdir()
+        for i in range(60):
+            stripes = np.sin(np.arange(40) / rng.uniform(1.5, 3) + rng.uniform(0, 6))
+            picture = 127 + 90 * (stripes[:, None] if axis == 0 else stripes[None]) + rng.normal(0, 20, (40, 40))
+            Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(tmp_path / name / f"{i}.png")
+    splits = data.load_splits(f"folder:{tmp_path}", 32)
+    config = replace(TINY, epochs=6, batch_size=16, crop_scale=0.5, flip=0.5, shift=0.0, rotation=0.0, zoom=0.0)
+    train(config, splits, tmp_path / ".run", model=carelite.CASViT(num_classes=2))
+    assert lines(tmp_path / ".run")[-1]["val_accuracy"] >= 0.95
+
+
+def test_the_readme_quotes_the_stored_results():
+    root = Path(__file__).parents[1]
+    report = json.loads((root / "notebooks" / "results" / "fashion_mnist.json").read_text())
+    readme = (root / "README.md").read_text()
+    assert set(report["models"]) == set(carelite.list_models()) and report["command"] in readme
+    for name, entry in report["models"].items():
+        (row,) = [line for line in readme.splitlines() if line.startswith(f'| `"{name}"`')]
+        assert row.endswith(f"| {100 * entry['log'][-1]['val_accuracy']:.1f} % |"), row
+        assert len(entry["log"]) == report["recipe"]["epochs"] and entry["log"][-1]["val_images"] == 10_000
