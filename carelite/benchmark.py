@@ -7,7 +7,7 @@ __all__ = ['CARE_PAPER', 'CAS_ZOO', 'TIMM_RESULTS', 'REPORTED', 'PEERS', 'FORMS'
            'processor', 'describe_machine', 'benchmark', 'save_result', 'times_of', 'spread', 'result_table',
            'ratio_table', 'plot_benchmark']
 
-# %% ../notebooks/15_benchmark.ipynb #689584c1
+# %% ../notebooks/15_benchmark.ipynb #4b80beab
 import copy
 import json
 import os
@@ -31,7 +31,7 @@ from .export import import_onnxruntime, quiet, save_onnx
 from .fusion import fuse
 from .self_attention import count_macs
 
-# %% ../notebooks/15_benchmark.ipynb #a465b4d8
+# %% ../notebooks/15_benchmark.ipynb #75b8c009
 CARE_PAPER = "CARE, CVPR 2025, tables of results"
 CAS_ZOO = "model zoo of the official CAS-ViT code"
 TIMM_RESULTS = "timm, results-imagenet.csv"
@@ -52,7 +52,7 @@ REPORTED: dict[str, tuple[float, int, str]] = {
 }  # model → ImageNet-1K top-1 in percent, at this image size in pixels, according to
 PEERS = tuple(name for name in REPORTED if not name.startswith(("care", "cas_vit")))
 
-# %% ../notebooks/15_benchmark.ipynb #28303ff9
+# %% ../notebooks/15_benchmark.ipynb #cab51f63
 def prepare_for_inference(model: nn.Module, image: Float[Tensor, "B 3 H W"]) -> tuple[nn.Module, str]:
     """The fastest equal form of a model in eval mode that is known here, and in words how it was made.
 
@@ -73,7 +73,7 @@ def prepare_for_inference(model: nn.Module, image: Float[Tensor, "B 3 H W"]) -> 
         raise ArithmeticError(f"the prepared form of {type(model).__name__} computes something else.")
     return prepared.eval(), how
 
-# %% ../notebooks/15_benchmark.ipynb #e64eec14
+# %% ../notebooks/15_benchmark.ipynb #8e251134
 @torch.no_grad()
 def count_activations(model: nn.Module, image: Float[Tensor, "B C H W"]) -> int:
     """How many numbers the convolutions and linear layers of `model` put out for `image`."""
@@ -84,7 +84,7 @@ def count_activations(model: nn.Module, image: Float[Tensor, "B C H W"]) -> int:
         hook.remove()
     return sum(sizes)
 
-# %% ../notebooks/15_benchmark.ipynb #60ee2b3e
+# %% ../notebooks/15_benchmark.ipynb #84bff467
 def count(name: str, model: nn.Module, size: int) -> dict:
     """Parameters, MACs and activations of a model for one image of `size`, and what is reported about it."""
     image = torch.zeros(1, 3, size, size)
@@ -98,7 +98,7 @@ def count(name: str, model: nn.Module, size: int) -> dict:
         source=source,
     )
 
-# %% ../notebooks/15_benchmark.ipynb #c6662a82
+# %% ../notebooks/15_benchmark.ipynb #924b043b
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
     """The median time of `repeats` calls of `run`, in milliseconds."""
     times = []
@@ -108,7 +108,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
         times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times)
 
-# %% ../notebooks/15_benchmark.ipynb #89d2b8a5
+# %% ../notebooks/15_benchmark.ipynb #360152f4
 @torch.inference_mode()
 def measure(runs: dict[str, Callable[[], object]], rounds: int, repeats: int, warmup: int) -> dict[str, list[float]]:
     """Time candidates in turn: per candidate one median, in milliseconds, for each of `rounds` rounds."""
@@ -120,19 +120,19 @@ def measure(runs: dict[str, Callable[[], object]], rounds: int, repeats: int, wa
             times[name].append(milliseconds(run, repeats))
     return times
 
-# %% ../notebooks/15_benchmark.ipynb #db576ba9
+# %% ../notebooks/15_benchmark.ipynb #a9d911ea
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile."""
     if len(values) < 2:
         return (values[0],) * 3
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))
 
-# %% ../notebooks/15_benchmark.ipynb #98b15729
+# %% ../notebooks/15_benchmark.ipynb #4270cfa4
 def ratio(times: dict[str, list[float]], a: str, b: str) -> tuple[float, float, float]:
     """Quartiles of the ratio of a's time to b's, round by round."""
     return quartiles([x / y for x, y in zip(times[a], times[b])])
 
-# %% ../notebooks/15_benchmark.ipynb #7f4e86aa
+# %% ../notebooks/15_benchmark.ipynb #bdf393e5
 FORMS = ("trained", "eager", "compiled", "onnxruntime", "onnxruntime trained")
 
 
@@ -140,7 +140,7 @@ def best_device() -> str:
     """cuda or mps where PyTorch finds one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
-# %% ../notebooks/15_benchmark.ipynb #dbc84960
+# %% ../notebooks/15_benchmark.ipynb #60eb9674
 @dataclass(frozen=True)
 class Settings:
     """What `benchmark` does. `image_size` 0 is each model's own, that of its reported accuracy; `threads` 0 leaves them.
@@ -174,7 +174,7 @@ class Settings:
         """The image size at which the model `name` is measured, in pixels."""
         return self.image_size or REPORTED.get(name, (0, 224))[1]
 
-# %% ../notebooks/15_benchmark.ipynb #b966f279
+# %% ../notebooks/15_benchmark.ipynb #5775f363
 def torch_runner(network: nn.Module, batch: int, size: int, settings: Settings, compiled=False) -> Callable[[], None]:
     """A call of `network` on `batch` images in PyTorch, finished when it returns; `compiled`, by torch.compile."""
     options = dict(device=settings.device, dtype=getattr(torch, settings.precision))
@@ -190,7 +190,7 @@ def torch_runner(network: nn.Module, batch: int, size: int, settings: Settings, 
 
     return run
 
-# %% ../notebooks/15_benchmark.ipynb #ab5c61bc
+# %% ../notebooks/15_benchmark.ipynb #7a12d0d6
 def onnx_runner(network: nn.Module, batch: int, size: int, folder: Path) -> Callable[[], None]:
     """A call of `network` on `batch` images in ONNX Runtime, on the CPU, with PyTorch's number of threads."""
     runtime, path = import_onnxruntime(), folder / f"{id(network)}_{size}.onnx"
@@ -202,7 +202,7 @@ def onnx_runner(network: nn.Module, batch: int, size: int, folder: Path) -> Call
     feed = {"image": torch.randn(batch, 3, size, size).numpy()}
     return lambda: session.run(None, feed)
 
-# %% ../notebooks/15_benchmark.ipynb #2f6291d7
+# %% ../notebooks/15_benchmark.ipynb #b179effa
 def candidates(name: str, settings: Settings, folder: Path) -> tuple[dict, dict[tuple, Callable]]:
     """What is counted of a model, and what is timed of it: calls by (model, form, batch)."""
     size, every = settings.size_of(name), name in settings.all_forms
@@ -221,7 +221,7 @@ def candidates(name: str, settings: Settings, folder: Path) -> tuple[dict, dict[
                 runs[name, form, batch] = torch_runner(network, batch, size, settings, form == "compiled")
     return counted, runs
 
-# %% ../notebooks/15_benchmark.ipynb #2c9b0c8a
+# %% ../notebooks/15_benchmark.ipynb #a9f2a259
 GROWTH = {"CARE-S0": "care_s0", "CAS-ViT-XS": "cas_vit_xs", "softmax ViT-Ti/16": "vit_tiny_patch16_224"}
 
 
@@ -231,7 +231,7 @@ def growth_network(name: str) -> nn.Module:
     model = timm.create_model(name, **options).eval()
     return fuse(model) if isinstance(model, Backbone) else model
 
-# %% ../notebooks/15_benchmark.ipynb #80ae5fb3
+# %% ../notebooks/15_benchmark.ipynb #694df9c4
 def grow(settings: Settings) -> dict[str, list[dict]]:
     """Per model of `GROWTH` and per size: pixels, MACs and the quartiles of the latency, taking turns in each size."""
     networks = {label: growth_network(name) for label, name in GROWTH.items()}
@@ -244,7 +244,7 @@ def grow(settings: Settings) -> dict[str, list[dict]]:
             table[label].append(dict(size=size, macs=macs, milliseconds=quartiles(times[label])))
     return table
 
-# %% ../notebooks/15_benchmark.ipynb #80db5496
+# %% ../notebooks/15_benchmark.ipynb #165890e0
 def processor() -> str:
     """What this machine calls its processor."""
     try:
@@ -253,7 +253,7 @@ def processor() -> str:
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
-# %% ../notebooks/15_benchmark.ipynb #61c84597
+# %% ../notebooks/15_benchmark.ipynb #c3565d17
 def describe_machine(settings: Settings) -> dict:
     """What a time depends on: processor, device, threads, and the versions of what ran."""
     versions = {"torch": torch.__version__, "timm": timm.__version__}
@@ -264,7 +264,7 @@ def describe_machine(settings: Settings) -> dict:
     device = torch.cuda.get_device_name() if settings.device.startswith("cuda") else settings.device
     return dict(processor=processor(), cores=os.cpu_count(), device=device, threads=torch.get_num_threads(), **versions)
 
-# %% ../notebooks/15_benchmark.ipynb #331ad362
+# %% ../notebooks/15_benchmark.ipynb #6f9158fb
 def benchmark(settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None) -> dict:
     """Count and time everything that `settings` name, on this machine; `progress` is told what happens.
 
@@ -291,7 +291,7 @@ def benchmark(settings: Settings = Settings(), progress: Callable[[str], None] =
     machine = describe_machine(settings)
     return dict(machine=machine, settings=asdict(settings), models=models, times=rows, growth=growth)
 
-# %% ../notebooks/15_benchmark.ipynb #7411681a
+# %% ../notebooks/15_benchmark.ipynb #e74920bc
 def save_result(result: dict, path: Path) -> None:
     """Write a result as JSON, times rounded to a microsecond."""
 
@@ -305,17 +305,17 @@ def save_result(result: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(result), indent=1) + "\n")
 
-# %% ../notebooks/15_benchmark.ipynb #d35f1942
+# %% ../notebooks/15_benchmark.ipynb #ab8910a4
 def times_of(result: dict) -> dict[tuple, list[float]]:
     """The rounds of a result, in milliseconds, by (model, form, batch)."""
     return {(row["model"], row["form"], row["batch"]): row["milliseconds"] for row in result["times"]}
 
-# %% ../notebooks/15_benchmark.ipynb #45dd5021
+# %% ../notebooks/15_benchmark.ipynb #70c2063b
 def spread(low: float, middle: float, high: float, digits: int) -> str:
     """A median and the middle half, as in 12.3 (11.9 to 12.8)."""
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
-# %% ../notebooks/15_benchmark.ipynb #517de761
+# %% ../notebooks/15_benchmark.ipynb #d4d6de4d
 def result_table(result: dict) -> str:
     """A result as a Markdown table: counted cost, reported accuracy, measured latency and throughput."""
     batch, times = result["settings"]["batch"], times_of(result)
@@ -333,7 +333,7 @@ def result_table(result: dict) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
-# %% ../notebooks/15_benchmark.ipynb #1802daf2
+# %% ../notebooks/15_benchmark.ipynb #eff83712
 FUSED_AGAINST = (("eager", "trained"), ("onnxruntime", "onnxruntime trained"))
 
 
@@ -353,7 +353,7 @@ def ratio_table(result: dict) -> str:
             lines.append(f"| `{name}` | `{peer}` | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
-# %% ../notebooks/15_benchmark.ipynb #80e4183d
+# %% ../notebooks/15_benchmark.ipynb #4b63a573
 def plot_benchmark(result: dict):
     """A matplotlib figure of reported accuracy against measured latency, in eager PyTorch and in ONNX Runtime."""
     from matplotlib.figure import Figure
@@ -372,6 +372,11 @@ def plot_benchmark(result: dict):
             for name, *place in zip(names, x, y):
                 axes.annotate(name, place, xytext=(4, -10), textcoords="offset points", fontsize=8)
         axes.set(xscale="log", xlabel="latency at batch 1 (ms), middle half of the rounds", title=form)
-    axes.figure.axes[0].set_ylabel("ImageNet-1K top-1 (%), reported")
+        axes.margins(x=0.2)
+        left_limit, right_limit = axes.get_xlim()
+        marks = [m for m in (5, 10, 20, 50, 100, 200, 500, 1000) if left_limit < m < right_limit]
+        axes.set_xticks(marks, marks)
+        axes.minorticks_off()
+    figure.axes[0].set_ylabel("ImageNet-1K top-1 (%), reported")
     axes.legend(loc="lower right")
     return figure
