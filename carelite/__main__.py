@@ -195,41 +195,74 @@ def photographs(folder: Path, batch_size: int) -> None:
             photo.crop((left, top, left + 500, top + 375)).save(folder / name / f"{i}.jpg", quality=90)
 
 
-def export(args: argparse.Namespace) -> Path:
-    """Export a checkpoint to a Core ML package."""
-    from carelite.export import export_coreml
+def load_for_export(args: argparse.Namespace) -> tuple:
+    """The model that `args.checkpoint` names, and what is known of it, as keywords of an export."""
     from carelite.training import load_checkpoint
 
+    name = args.model or args.checkpoint
+    if getattr(args, "random_weights", False):
+        import torch
+
+        torch.manual_seed(0)
+        return carelite.create_model(name).eval(), dict(image_size=224, source="random weights, seed 0")
+    if name in carelite.list_models() and not args.model:
+        raise ValueError(f"{name} is a model and no checkpoint: give a file, or ask for --random-weights.")
+    source = Path(args.checkpoint).name
+    if args.model:
+        return carelite.create_model(name, checkpoint=args.checkpoint).eval(), dict(image_size=224, source=source)
     model, meta = load_checkpoint(args.checkpoint)
-    package = Path(args.package or Path(args.checkpoint).parent / f"{meta.name}.mlpackage")
-    export_coreml(
-        model,
-        package,
-        image_size=meta.image_size,
-        classes=meta.classes,
-        mean=meta.mean,
-        std=meta.std,
-        precision=args.precision,
-    )
-    print(f"{package}: {size_of(package) / 1e6:.1f} MB, {args.precision}")
-    return package
+    known = {key: getattr(meta, key) for key in ("image_size", "classes", "mean", "std")}
+    return model, known | dict(source=source)
+
+
+def export(args: argparse.Namespace) -> Path:
+    """Export a checkpoint to a Core ML package, or to ONNX where the path ends in .onnx."""
+    from carelite.export import export_coreml, export_onnx
+
+    model, how = load_for_export(args)
+    name = model.pretrained_cfg["architecture"]
+    beside = Path() if args.random_weights else Path(args.checkpoint).parent
+    path = Path(args.package or beside / f"{name}.mlpackage")
+    if args.image_size:
+        how["image_size"] = args.image_size
+    if args.classes:
+        how["classes"] = Path(args.classes).read_text().splitlines()
+    if args.pyramid:
+        how |= dict(pyramid=True, classes=None)
+    if path.suffix == ".onnx":
+        if (args.precision, args.compress) != ("float16", None):
+            raise ValueError("an ONNX file is float32 and not compressed: leave --precision and --compress out.")
+        export_onnx(model, path, **how)
+    else:
+        export_coreml(model, path, precision=args.precision, compress=args.compress, **how)
+    kind = "float32" if path.suffix == ".onnx" else " ".join(filter(None, (args.precision, args.compress)))
+    print(f"{path}: {size_of(path) / 1e6:.1f} MB, {kind}, {how['source']}")
+    return path
 
 
 def verify(args: argparse.Namespace):
-    """Check a Core ML package against its checkpoint on the held-out digits; the exit status says the outcome."""
-    import torch
-
-    from carelite.data import load_digits_splits
-    from carelite.training import load_checkpoint
+    """Check a Core ML package against its checkpoint on real images; the exit status says the outcome."""
     from carelite.verification import verify
 
-    model, meta = load_checkpoint(args.checkpoint)
-    images = torch.stack([image for image, _ in load_digits_splits(meta.image_size).val])
-    report = verify(args.package, model, images, mean=meta.mean, std=meta.std)
+    model, known = load_for_export(args)
+    report = verify(args.package, model, mean=known.get("mean"), std=known.get("std"))
     print(report)
     if not report.ok:
         raise SystemExit(1)
     return report
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Measure models and their peers on this machine; writes benchmark.json and benchmark.png, prints the tables."""
+    from carelite.benchmark import Settings, benchmark, plot_benchmark, ratio_table, result_table, save_result
+
+    settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
+    folder = Path(args.output)
+    result = benchmark(settings, progress=lambda text: print(text, file=sys.stderr))
+    save_result(result, folder / "benchmark.json")
+    plot_benchmark(result).savefig(folder / "benchmark.png", dpi=120)
+    print(result_table(result), ratio_table(result), sep="\n\n")
+    print(f"\nEverything is in {folder}: benchmark.json and benchmark.png.")
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -260,8 +293,8 @@ def demo(args: argparse.Namespace) -> None:
     for precision in ("float16", "float32"):
         suffix = "" if precision == "float16" else "_float32"
         package = folder / f"{meta.name}{suffix}.mlpackage"
-        export(argparse.Namespace(checkpoint=checkpoint, package=package, precision=precision))
-        report = verify(argparse.Namespace(package=package, checkpoint=checkpoint))
+        export(build_parser().parse_args(["export", str(checkpoint), str(package), "--precision", precision]))
+        report = verify(build_parser().parse_args(["verify", str(package), "--checkpoint", str(checkpoint)]))
         rows += [
             (f"Core ML, {precision}", f"{size_of(package) / 1e6:.1f} MB"),
             ("  classes equal to PyTorch's", f"{round(report.agreement * report.images)} of {report.images}"),
@@ -292,6 +325,19 @@ def add_training_flags(parser: argparse.ArgumentParser, resume: bool = False) ->
         kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
         parser.add_argument("--" + field.name.replace("_", "-"), help=values, **kind)
     parser.add_argument("--output", help="folder of the run; default: runs/MODEL (demo: runs/demo)")
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of the benchmark's Settings, with its default."""
+    from carelite.benchmark import Settings
+
+    for field in dataclasses.fields(Settings):
+        flag, several = "--" + field.name.replace("_", "-"), isinstance(field.default, tuple)
+        kind = type(field.default[0] if several else field.default)
+        values = dict(nargs="*") if several else {}
+        shown = " ".join(map(str, field.default)) if several else field.default
+        parser.add_argument(flag, type=kind, default=field.default, help=f"default: {shown}", **values)
+    parser.add_argument("--output", default="runs/bench", help="folder; default: runs/bench")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -325,12 +371,20 @@ def build_parser() -> argparse.ArgumentParser:
     benching.set_defaults(preset="care", batch_size=32, workers=1)
     benching.add_argument("--steps", type=int, default=10, help="steps to measure; default: 10")
     exporting = command(export)
-    exporting.add_argument("checkpoint", help="model.safetensors of a run")
-    exporting.add_argument("package", nargs="?", help="default: MODEL.mlpackage beside the checkpoint")
+    exporting.add_argument("checkpoint", help="model.safetensors of a run; with --random-weights the name of a model")
+    exporting.add_argument("package", nargs="?", help=".mlpackage or .onnx; default: MODEL.mlpackage beside it")
+    exporting.add_argument("--random-weights", action="store_true", help="export an untrained model")
+    exporting.add_argument("--image-size", type=int, help="in pixels; default: the run's, or 224")
+    exporting.add_argument("--classes", help="a file with a label per line; default: the run's, or none (logits alone)")
     exporting.add_argument("--precision", choices=("float16", "float32"), default="float16")
+    exporting.add_argument("--compress", choices=("palettize6", "int8"), help="store weights smaller")
+    exporting.add_argument("--pyramid", action="store_true", help="put out the maps of the four stages")
     verifying = command(verify)
     verifying.add_argument("package", help="a saved .mlpackage")
     verifying.add_argument("--checkpoint", required=True, help="the weights it was exported from")
+    for parser_ in (exporting, verifying):
+        parser_.add_argument("--model", help="the model's name, for official files that do not say it themselves")
+    add_bench_flags(command(bench))
     return parser
 
 

@@ -3,7 +3,7 @@
 # %% auto #0
 __all__ = ['NEIGHBOURS', 'FUSED_BLOCKS', 'batchnorm_as_affine', 'double_weight_and_bias', 'with_weights', 'fold_after',
            'fold_before', 'neighbours', 'fold_batchnorms', 'merge_heads', 'fold_final_norm', 'FusedCAREBlock',
-           'learners_of', 'fuse_care_block', 'FusedBackbone', 'fold_normalisation', 'fuse']
+           'learners_of', 'fuse_care_block', 'FusedLinearAttention', 'FusedBackbone', 'fold_normalisation', 'fuse']
 
 # %% ../notebooks/12_fusion.ipynb #cell-005
 import copy
@@ -22,6 +22,7 @@ from .backbone import Backbone, Head
 from .care import CAREBlock, LastCAREBlock
 from .cas_vit import CASBlock
 from .dual_interaction import DualInteraction, Expansion, Interaction
+from .linear_attention import LinearAttention
 
 # %% ../notebooks/12_fusion.ipynb #cell-010
 def batchnorm_as_affine(norm: nn.BatchNorm2d) -> tuple[Float[Tensor, "C"], Float[Tensor, "C"]]:
@@ -213,6 +214,26 @@ def fuse_care_block(block: CAREBlock) -> FusedCAREBlock:
     return FusedCAREBlock([block.memory_dim, *sizes], learners, both.inter1, nn.Sequential(layers), gamma)
 
 # %% ../notebooks/12_fusion.ipynb #cell-045
+class FusedLinearAttention(LinearAttention):
+    """The same attention as `attention`, with Q and K both divided by 4√N, so that no sum leaves the range of float16."""
+
+    def __init__(self, attention: LinearAttention):
+        nn.Module.__init__(self)
+        self.num_heads, self.phi, self.qk = attention.num_heads, attention.phi, attention.qk
+
+    def attend(self, qk: Float[Tensor, "B C2 H W"], x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+        heads, tokens = self.num_heads, x.shape[-2] * x.shape[-1]
+        features = self.phi(qk.unflatten(1, (2 * heads, -1)).flatten(-2))  # (B, 2·heads, dₕ, N)
+        q, k = (features / (4 * tokens**0.5)).chunk(2, dim=1)
+        v = x.unflatten(1, (heads, -1)).flatten(-2)  # (B, heads, dₕ, N)
+        kv = v @ k.transpose(-2, -1)
+        normaliser = k.sum(dim=-1, keepdim=True).transpose(-2, -1) @ q  # (B, heads, 1, N)
+        out = (kv @ q / (normaliser + 1e-6 / 16)).reshape(x.shape)
+        if qk.is_contiguous(memory_format=torch.channels_last):  # matrix products forget the layout: keep it
+            out = out.contiguous(memory_format=torch.channels_last)
+        return out
+
+# %% ../notebooks/12_fusion.ipynb #cell-051
 class FusedBackbone(nn.Module):
     """A fused network: images to logits (B, num_classes), or to features where the model had no classes.
 
@@ -228,22 +249,30 @@ class FusedBackbone(nn.Module):
         self.stem, self.stages, self.norm = model.stem, model.stages, model.norm
         self.global_pool, self.head = model.global_pool, head
 
+    def forward_pyramid(self, x: Float[Tensor, "B C H W"]) -> list[Tensor]:
+        """The outputs of the four stages, strides 4, 8, 16 and 32: what `features_only=True` gives."""
+        x = self.stem(x if self.offset is None else x - self.offset)
+        maps = []
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        return maps
+
     def forward_features(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D H2 W2"]:
         """The last stage's output, unpooled, and without a norm that went into the head."""
-        x = x if self.offset is None else x - self.offset
-        return self.norm(self.stages(self.stem(x)))
+        return self.norm(self.forward_pyramid(x)[-1])
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Tensor:
         return self.head(self.global_pool(self.forward_features(x)))
 
-# %% ../notebooks/12_fusion.ipynb #cell-047
+# %% ../notebooks/12_fusion.ipynb #cell-053
 FUSED_BLOCKS = {
     CAREBlock: fuse_care_block,
     LastCAREBlock: fuse_care_block,
     CASBlock: nn.Identity(),  # nothing is left to do once its BatchNorms are folded
 }  # type of a block → what fuses it
 
-# %% ../notebooks/12_fusion.ipynb #cell-048
+# %% ../notebooks/12_fusion.ipynb #cell-054
 def fold_normalisation(
     stem: nn.Conv2d, mean: Sequence[float], std: Sequence[float]
 ) -> tuple[nn.Conv2d, Float[Tensor, "C"] | None]:
@@ -258,7 +287,7 @@ def fold_normalisation(
         return fold_before(1 / (255 * std), -mean / std, stem), None
     return fold_before(1 / (255 * std), torch.zeros_like(mean), stem), 255 * mean
 
-# %% ../notebooks/12_fusion.ipynb #cell-049
+# %% ../notebooks/12_fusion.ipynb #cell-055
 def fuse(model: nn.Module, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> FusedBackbone:
     """A new module that computes what `model` does in eval mode, with less work; `model` is left as it is.
 
@@ -281,6 +310,8 @@ def fuse(model: nn.Module, mean: Sequence[float] | None = None, std: Sequence[fl
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Dropout | DropPath):
             model.set_submodule(name, nn.Identity())
+        elif type(module) is LinearAttention:
+            model.set_submodule(name, FusedLinearAttention(module))
     fold_final_norm(model)
     fold_batchnorms(model)
     for stage in model.stages:

@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from PIL import Image
 
 from carelite.__main__ import build_parser, main
+from helpers import official_state_dict
 
 pytestmark = pytest.mark.unchecked
 
@@ -85,13 +87,12 @@ def test_bench_training(capsys):
     assert all(float(row[2]) > 0 and float(row[3].replace(",", "")) > 100 for row in rows)
 
 
-@pytest.mark.parametrize("precision", ("float16", "float32"))
-def test_export_and_verify(run, precision, tmp_path, capsys):
+def test_export_and_verify(run, tmp_path, capsys):
     checkpoint, package = run / "model.safetensors", tmp_path / "model.mlpackage"
-    main(["export", str(checkpoint), str(package), "--precision", precision])
+    main(["export", str(checkpoint), str(package), "--compress", "int8"])
     main(["verify", str(package), "--checkpoint", str(checkpoint)])
     out = capsys.readouterr().out
-    assert precision in out and "\nverified" in out
+    assert "float16 int8" in out and "over 100 images" in out and "\nverified" in out
     (weights,) = package.rglob("weight.bin")
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 255
@@ -99,6 +100,32 @@ def test_export_and_verify(run, precision, tmp_path, capsys):
     with pytest.raises(SystemExit) as status:
         main(["verify", str(package), "--checkpoint", str(checkpoint)])
     assert status.value.code == 1
+
+
+def test_export_of_what_was_not_trained(tmp_path, capsys):
+    """ONNX, random weights only by name, and an official file with the model's name."""
+    main(["export", "cas_vit_xs", str(tmp_path / "random.onnx"), "--random-weights", "--image-size", "64"])
+    assert "random weights" in capsys.readouterr().out and (tmp_path / "random.onnx").is_file()
+    for source in (["cas_vit_xs"], [str(tmp_path / "official.pth"), "--model", "cas_vit_s"]):
+        torch.save({"model": official_state_dict("cas_vit_xs")}, tmp_path / "official.pth")
+        with pytest.raises(SystemExit) as status:  # no weights, and those of another model
+            main(["export", *source[:1], str(tmp_path / "model.mlpackage"), *source[1:]])
+        assert status.value.code == 2
+    errors = capsys.readouterr().err
+    assert "--random-weights" in errors and "another variant" in errors
+    assert {p.name for p in tmp_path.iterdir()} == {"random.onnx", "official.pth"}
+
+
+def test_bench(tmp_path, capsys):
+    flags = "--models cas_vit_xs --all-forms --image-size 64 --batch 2 --rounds 2 --repeats 1 --warmup 1 --device cpu"
+    main(["bench", *flags.split(), "--growth-sizes", "64", "--output", str(tmp_path)])
+    assert "| `cas_vit_xs` | 64 |" in capsys.readouterr().out
+    result = json.loads((tmp_path / "benchmark.json").read_text())
+    rows = {(row["form"], row["batch"]): row["milliseconds"] for row in result["times"]}
+    assert set(rows) == {("eager", 1), ("eager", 2), ("onnxruntime", 1), ("onnxruntime", 2)}
+    assert len(rows["eager", 1]) == 2 and all(value > 0 for times in rows.values() for value in times)
+    assert result["models"]["cas_vit_xs"]["top1"] == 78.3 and len(result["growth"]) == 3
+    assert {p.name for p in tmp_path.iterdir()} == {"benchmark.json", "benchmark.png"}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +139,7 @@ def test_export_and_verify(run, precision, tmp_path, capsys):
         (["train", "--preset", "finetune"], "--init"),
         (["predict", "nowhere.png", "--checkpoint", "nowhere.safetensors"], "nowhere"),
         (["verify", "nowhere.mlpackage", "--checkpoint", "nowhere.safetensors"], "nowhere"),
+        (["bench", "--models", "care_s9"], "care_s9"),
     ),
 )
 def test_bad_input_is_one_clear_line(command, message, capsys, tmp_path, monkeypatch):
@@ -124,7 +152,7 @@ def test_bad_input_is_one_clear_line(command, message, capsys, tmp_path, monkeyp
 
 
 def test_every_command_has_help(capsys):
-    for command in ("demo", "train", "evaluate", "predict", "compare", "bench-training", "export", "verify"):
+    for command in ("demo", "train", "evaluate", "predict", "compare", "bench-training", "export", "verify", "bench"):
         with pytest.raises(SystemExit) as status:
             build_parser().parse_args([command, "--help"])
         assert status.value.code == 0 and command in capsys.readouterr().out
