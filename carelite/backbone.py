@@ -412,17 +412,25 @@ def list_models() -> list[str]:
     return timm.list_models(["care_s?", "cas_vit_*"])
 
 
-def create_model(name: str, *, checkpoint: str | Path | None = None, **kwargs) -> nn.Module:
+def create_model(
+    name: str, *, checkpoint: str | Path | None = None, attention: str | Callable | None = None, **kwargs
+) -> nn.Module:
     """Build a carelite model, from random weights or from a checkpoint file of the official code or of ours.
 
     Arguments: `name`, one of `list_models()`; `checkpoint`, a .safetensors or .pth file, see `read_checkpoint`;
+    `attention`, the mixer of stages 3 and 4 where it is not the model's own: a name of `attention_family.ATTENTIONS`,
+    or what builds a mixer from (dim, num_heads);
     keywords as timm's models take them (`num_classes` and `in_chans`, by default the checkpoint's; `drop_rate`;
     `drop_path_rate`; `global_pool`; `features_only` and `out_indices`) and the family's own parts.
     Raises ValueError for an unknown name or a checkpoint that does not fit, FileNotFoundError where there is none,
-    TypeError for an unknown keyword.
+    TypeError for an unknown keyword, and for `attention` beside the mixers that it stands for.
     """
     if name not in list_models():
         raise ValueError(f"unknown model {name!r}; carelite has {', '.join(list_models())}.")
+    if attention is not None:
+        from carelite.attention_family import attention_parts  # only here: not every user of a model wants them all
+
+        kwargs = dict(**attention_parts(name, attention), **kwargs)
     if checkpoint is None:
         return timm.create_model(name, **kwargs)
     overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "state_dict": read_checkpoint(checkpoint)}
