@@ -5,7 +5,7 @@ __all__ = ['ATTENTIONS', 'HeadedMixer', 'EfficientAttention', 'orthogonal_featur
            'NystromAttention', 'focused', 'FocusedLinearAttention', 'AgentAttention', 'rotary_angles', 'rotate',
            'MLLAMixer', 'attention_parts']
 
-# %% ../notebooks/16_attention_family.ipynb #cell-003
+# %% ../notebooks/16_attention_family.ipynb #cell-005
 from collections.abc import Callable
 
 import torch
@@ -18,7 +18,7 @@ from .asymmetric_decoupling import Strips, depthwise
 from .linear_attention import LinearAttention, linear_attention
 from .self_attention import SoftmaxAttention
 
-# %% ../notebooks/16_attention_family.ipynb #cell-004
+# %% ../notebooks/16_attention_family.ipynb #cell-008
 class HeadedMixer(nn.Module):
     """What most of the family share: 1×1 convolution → q, k, v → `attend`, plus `local(v)` → 1×1 convolution.
 
@@ -57,7 +57,7 @@ class HeadedMixer(nn.Module):
         out = out.reshape(x.shape)  # (B, C, H, W)
         return self.proj(out if self.local is None else out + self.local(v))
 
-# %% ../notebooks/16_attention_family.ipynb #cell-005
+# %% ../notebooks/16_attention_family.ipynb #cell-017
 class EfficientAttention(HeadedMixer):
     """Efficient attention: softmax of queries over channels, of keys over tokens. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -70,7 +70,7 @@ class EfficientAttention(HeadedMixer):
         q, k = q.softmax(dim=-2), k.softmax(dim=-1)
         return (v @ k.transpose(-2, -1)) @ q  # (B, heads, head_dim, N)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-006
+# %% ../notebooks/16_attention_family.ipynb #cell-020
 def orthogonal_features(num_features: int, dim: int) -> Float[Tensor, "m d"]:
     """Random directions ω, (num_features, dim): each row is N(0, I), the rows of each block of `dim` are orthogonal.
 
@@ -82,7 +82,7 @@ def orthogonal_features(num_features: int, dim: int) -> Float[Tensor, "m d"]:
     lengths = torch.randn(blocks, dim, dim).norm(dim=-1, keepdim=True)
     return (basis * lengths).flatten(0, 1)[:num_features]
 
-# %% ../notebooks/16_attention_family.ipynb #cell-007
+# %% ../notebooks/16_attention_family.ipynb #cell-025
 class Performer(HeadedMixer):
     """FAVOR+: softmax attention's kernel estimated by positive random features. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -100,33 +100,29 @@ class Performer(HeadedMixer):
         scale, features = q.shape[-2] ** -0.25, self.features.to(q.dtype)  # (m, head_dim)
         q, k = q * scale, k * scale
         k = features @ k - k.square().sum(dim=-2, keepdim=True) / 2  # (B, heads, m, N); the same in q cancels
-        peak = k.amax(dim=-1, keepdim=True)  # (B, heads, m, 1), given to q: no exponent is above 0
-        q = features @ q + peak
-        q, k = (q - q.amax(dim=-2, keepdim=True)).exp(), (k - peak).exp()
-        normaliser = k.sum(dim=-1, keepdim=True).transpose(-2, -1) @ q  # (B, heads, 1, N), at least 1
-        return (v @ k.transpose(-2, -1)) @ q / normaliser
+        q = features @ q + k.logsumexp(dim=-1, keepdim=True)  # what the softmax of k divides by
+        return (v @ k.softmax(dim=-1).transpose(-2, -1)) @ q.softmax(dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-008
+# %% ../notebooks/16_attention_family.ipynb #cell-029
 def pooled(x: Float[Tensor, "B C H W"], grid: int) -> Float[Tensor, "B C H2 W2"]:
     """Means over at most grid × grid windows that cover the map; a side shorter than `grid` stays as it is."""
     return F.adaptive_avg_pool2d(x, [min(grid, side) for side in x.shape[-2:]])
 
-# %% ../notebooks/16_attention_family.ipynb #cell-009
+# %% ../notebooks/16_attention_family.ipynb #cell-032
 def pseudo_inverse(a: Float[Tensor, "*batch L L"], iterations: int = 6) -> Float[Tensor, "*batch L L"]:
-    """The Moore–Penrose pseudo-inverse of each matrix by products alone, of third order.
+    """The Moore–Penrose pseudo-inverse of each matrix without negative entries, by products alone, of third order.
 
     The start is scaled by norms of each matrix, not of the batch's, so that an image's result is its own.
     Source: Xiong et al. 2021, section on the Moore–Penrose computation (after Razavi et al. 2014).
     """
-    norm_1, norm_inf = (a.abs().sum(dim=dim, keepdim=True).amax(dim=(-2, -1), keepdim=True) for dim in (-2, -1))
+    norm_1, norm_inf = (a.sum(dim=dim, keepdim=True).amax(dim=(-2, -1), keepdim=True) for dim in (-2, -1))
     z = a.transpose(-2, -1) / (norm_1 * norm_inf)
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
         az = a @ z
-        z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
+        z = (13 * z - z @ (15 * az - az @ (7 * az - az @ az))) / 4
     return z
 
-# %% ../notebooks/16_attention_family.ipynb #cell-010
+# %% ../notebooks/16_attention_family.ipynb #cell-035
 class NystromAttention(HeadedMixer):
     """Nyströmformer: softmax attention through landmarks. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -150,7 +146,7 @@ class NystromAttention(HeadedMixer):
         values = (v @ last.transpose(-2, -1)) @ pseudo_inverse(middle, self.iterations).transpose(-2, -1)
         return values @ first
 
-# %% ../notebooks/16_attention_family.ipynb #cell-011
+# %% ../notebooks/16_attention_family.ipynb #cell-039
 def focused(x: Float[Tensor, "B heads head_dim N"], power: int = 3) -> Float[Tensor, "B heads head_dim N"]:
     """φ_p: ReLU, then every token's channels to the `power`, at the length they had.
 
@@ -158,9 +154,10 @@ def focused(x: Float[Tensor, "B heads head_dim N"], power: int = 3) -> Float[Ten
     """
     x = x.relu()
     length = x.norm(dim=-2, keepdim=True)  # (B, heads, 1, N)
-    return F.normalize(F.normalize(x, dim=-2).pow(power), dim=-2) * length
+    x = (x / length.clamp(min=1e-6)).pow(power)  # of length one first: neither overflow nor underflow
+    return x / x.norm(dim=-2, keepdim=True).clamp(min=1e-6) * length
 
-# %% ../notebooks/16_attention_family.ipynb #cell-012
+# %% ../notebooks/16_attention_family.ipynb #cell-042
 class FocusedLinearAttention(HeadedMixer):
     """FLatten: linear attention with the focused map, and a depthwise convolution of v. (B, C, H, W) → (B, C, H, W).
 
@@ -175,7 +172,7 @@ class FocusedLinearAttention(HeadedMixer):
         q, k, v = map(self.heads, (q, k, v))
         return linear_attention(focused(q, self.power), focused(k, self.power), v)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-013
+# %% ../notebooks/16_attention_family.ipynb #cell-045
 class AgentAttention(HeadedMixer):
     """Agent attention: a few agents read all tokens, all tokens read the agents. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -195,7 +192,7 @@ class AgentAttention(HeadedMixer):
         gathered = v @ (agents @ k).softmax(dim=-1).transpose(-2, -1)  # (B, heads, head_dim, n)
         return gathered @ (agents @ q).softmax(dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-014
+# %% ../notebooks/16_attention_family.ipynb #cell-049
 def rotary_angles(pairs: int, height: int, width: int) -> Float[Tensor, "pairs N"]:
     """The angle of each pair of channels at each position: the first half turns with the row, the second with the column.
 
@@ -212,7 +209,7 @@ def rotate(x: Float[Tensor, "B heads head_dim N"], angles: Float[Tensor, "pairs 
     (a, b), cos, sin = x.chunk(2, dim=-2), angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-015
+# %% ../notebooks/16_attention_family.ipynb #cell-052
 class MLLAMixer(LinearAttention):
     """MLLA's stack: convolution → linear attention with rotary and positional terms → convolution.
 
@@ -243,7 +240,7 @@ class MLLAMixer(LinearAttention):
         q, k = rotate(q, angles), rotate(k, angles)
         return ((v @ k.transpose(-2, -1)) @ q / (normaliser + 1e-6)).reshape(x.shape)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-016
+# %% ../notebooks/16_attention_family.ipynb #cell-077
 ATTENTIONS = {
     "softmax": SoftmaxAttention,
     "linear": LinearAttention,

@@ -241,7 +241,7 @@ def formula(name, d, tokens, heads=2, m=64, landmarks=16):
     head_dim = d // heads
     per_token = {
         "efficient": 4 * d * d + 2 * d * head_dim,
-        "performer": 4 * d * d + 4 * m * d + heads * m,
+        "performer": 4 * d * d + 4 * m * d,
         "nystrom": 4 * d * d + 4 * landmarks * d,
         "focused": 4 * d * d + 2 * d * head_dim + d + 25 * d,
         "agent": 4 * d * d + 4 * landmarks * d + 9 * d,
@@ -358,6 +358,56 @@ def test_graph_with_dynamic_batch(name):
         for count in (1, 3):
             x = images(count, *size)
             assert_close(program(x), model(x), atol=2e-5, rtol=1e-4)
+
+
+def slice_by_index(x, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
+    """Core ML's strided slice, for the cases that pooling makes."""
+    assert stride is None or set(stride) == {1}
+    at = []
+    for axis in range(x.ndim):
+        start = None if begin_mask is not None and begin_mask[axis] else begin[axis]
+        stop = None if end_mask is not None and end_mask[axis] else end[axis]
+        at.append(start if squeeze_mask is not None and squeeze_mask[axis] else slice(start, stop))
+    return x[tuple(at)]
+
+
+def avg_pool(x, kernel_sizes, pad_type, strides=None, pad=(0,), exclude_padding_from_average=False, ceil_mode=False):
+    """Core ML's average pooling without padding."""
+    assert not any(pad)
+    return F.avg_pool2d(x, kernel_sizes, strides, ceil_mode=bool(ceil_mode))
+
+
+OPERATIONS = {  # what the family adds to the operations of `carelite.verification`
+    "reduce_log_sum_exp": lambda x, axes, keep_dims=False: x.logsumexp(axes, keepdim=keep_dims),
+    "reduce_max": lambda x, axes, keep_dims=False: x.amax(axes, keepdim=keep_dims),
+    "reduce_l2_norm": lambda x, axes, keep_dims=False: x.square().sum(axes, keepdim=keep_dims).sqrt(),
+    "clip": lambda x, alpha, beta: x.clamp(alpha, beta),
+    "pow": lambda x, y: x**y,
+    "transpose": lambda x, perm: x.permute(perm),
+    "slice_by_index": slice_by_index,
+    "avg_pool": avg_pool,
+}
+IN_CI = ("efficient", "performer")
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=pytest.mark.slow) for n in MIXERS])
+def test_core_ml(name, tmp_path, monkeypatch):
+    pytest.importorskip("coremltools")
+    from carelite import verification
+    from carelite.export import export_coreml
+
+    for operation, function in OPERATIONS.items():
+        if operation not in verification.OPERATIONS:
+            monkeypatch.setitem(verification.OPERATIONS, operation, function)
+    ends = dict(mean=(0.5,) * 3, std=(0.2,) * 3)
+    model, size = shallow("care_s0", name), (224, 160)  # 14×10 and 7×5 tokens: windows of unequal sizes
+    package = export_coreml(model, tmp_path / "model.mlpackage", image_size=size, **ends)
+    pixels = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
+    report = verification.verify(package, model, pixels, **ends)
+    explained = [fault for fault in report.faults if name == "mlla" and ("'cos" in fault or "'sin" in fault)]
+    assert report.faults == explained, str(report)  # MLLA's table of angles is computed, no tensor of the model
+    assert report.equal_constants == report.constants > 80 and report.agreement == 1
 
 
 @pytest.mark.slow
