@@ -103,17 +103,17 @@ class Performer(HeadedMixer):
         q = features @ q + k.logsumexp(dim=-1, keepdim=True)  # what the softmax of k divides by
         return (v @ k.softmax(dim=-1).transpose(-2, -1)) @ q.softmax(dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-029
+# %% ../notebooks/16_attention_family.ipynb #cell-030
 def pooled(x: Float[Tensor, "B C H W"], grid: int) -> Float[Tensor, "B C H2 W2"]:
     """Means over at most grid × grid windows that cover the map; a side shorter than `grid` stays as it is."""
     return F.adaptive_avg_pool2d(x, [min(grid, side) for side in x.shape[-2:]])
 
-# %% ../notebooks/16_attention_family.ipynb #cell-032
+# %% ../notebooks/16_attention_family.ipynb #cell-033
 def pseudo_inverse(a: Float[Tensor, "*batch L L"], iterations: int = 6) -> Float[Tensor, "*batch L L"]:
     """The Moore–Penrose pseudo-inverse of each matrix without negative entries, by products alone, of third order.
 
     The start is scaled by norms of each matrix, not of the batch's, so that an image's result is its own.
-    Source: Xiong et al. 2021, section on the Moore–Penrose computation (after Razavi et al. 2014).
+    Source: Xiong et al. 2021, section 3 (after Razavi et al. 2014).
     """
     norm_1, norm_inf = (a.sum(dim=dim, keepdim=True).amax(dim=(-2, -1), keepdim=True) for dim in (-2, -1))
     z = a.transpose(-2, -1) / (norm_1 * norm_inf)
@@ -122,7 +122,7 @@ def pseudo_inverse(a: Float[Tensor, "*batch L L"], iterations: int = 6) -> Float
         z = (13 * z - z @ (15 * az - az @ (7 * az - az @ az))) / 4
     return z
 
-# %% ../notebooks/16_attention_family.ipynb #cell-035
+# %% ../notebooks/16_attention_family.ipynb #cell-036
 class NystromAttention(HeadedMixer):
     """Nyströmformer: softmax attention through landmarks. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -146,7 +146,7 @@ class NystromAttention(HeadedMixer):
         values = (v @ last.transpose(-2, -1)) @ pseudo_inverse(middle, self.iterations).transpose(-2, -1)
         return values @ first
 
-# %% ../notebooks/16_attention_family.ipynb #cell-039
+# %% ../notebooks/16_attention_family.ipynb #cell-040
 def focused(x: Float[Tensor, "B heads head_dim N"], power: int = 3) -> Float[Tensor, "B heads head_dim N"]:
     """φ_p: ReLU, then every token's channels to the `power`, at the length they had.
 
@@ -157,7 +157,7 @@ def focused(x: Float[Tensor, "B heads head_dim N"], power: int = 3) -> Float[Ten
     x = (x / length.clamp(min=1e-6)).pow(power)  # of length one first: neither overflow nor underflow
     return x / x.norm(dim=-2, keepdim=True).clamp(min=1e-6) * length
 
-# %% ../notebooks/16_attention_family.ipynb #cell-042
+# %% ../notebooks/16_attention_family.ipynb #cell-043
 class FocusedLinearAttention(HeadedMixer):
     """FLatten: linear attention with the focused map, and a depthwise convolution of v. (B, C, H, W) → (B, C, H, W).
 
@@ -172,13 +172,13 @@ class FocusedLinearAttention(HeadedMixer):
         q, k, v = map(self.heads, (q, k, v))
         return linear_attention(focused(q, self.power), focused(k, self.power), v)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-045
+# %% ../notebooks/16_attention_family.ipynb #cell-046
 class AgentAttention(HeadedMixer):
     """Agent attention: a few agents read all tokens, all tokens read the agents. A mixer (B, C, H, W) → (B, C, H, W).
 
     softmax(q aᵀ/√dₕ) · softmax(a kᵀ/√dₕ) · v, plus a 3×3 depthwise convolution of v; the agents a are queries' means.
-    Arguments as in `HeadedMixer`; `grid`, at most grid² agents. Source: Han et al. 2024, section 3; its biases, tied to
-    one size of map, are left out.
+    Arguments as in `HeadedMixer`; `grid`, at most grid² agents. Source: Han et al. 2024 (Agent Attention); its biases,
+    tied to one size of map, are left out.
     """
 
     def __init__(self, dim: int, num_heads: int = 1, grid: int = 4, local_kernel: int = 3):
@@ -192,9 +192,9 @@ class AgentAttention(HeadedMixer):
         gathered = v @ (agents @ k).softmax(dim=-1).transpose(-2, -1)  # (B, heads, head_dim, n)
         return gathered @ (agents @ q).softmax(dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-049
+# %% ../notebooks/16_attention_family.ipynb #cell-050
 def rotary_angles(pairs: int, height: int, width: int) -> Float[Tensor, "pairs N"]:
-    """The angle of each pair of channels at each position: the first half turns with the row, the second with the column.
+    """The angle of each pair of channels at each position: half of them turn with the row, half with the column.
 
     Source: Su et al. 2021 (RoFormer), section 3, on two axes.
     """
@@ -204,25 +204,29 @@ def rotary_angles(pairs: int, height: int, width: int) -> Float[Tensor, "pairs N
     return torch.cat([rows, columns]).flatten(1)
 
 
-def rotate(x: Float[Tensor, "B heads head_dim N"], angles: Float[Tensor, "pairs N"]) -> Float[Tensor, "B heads head_dim N"]:
+def rotate(
+    x: Float[Tensor, "B heads head_dim N"], angles: Float[Tensor, "pairs N"]
+) -> Float[Tensor, "B heads head_dim N"]:
     """Turn each pair of channels (c, c + head_dim/2) by its angle; lengths stay as they are."""
     (a, b), cos, sin = x.chunk(2, dim=-2), angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-052
+# %% ../notebooks/16_attention_family.ipynb #cell-053
 class MLLAMixer(LinearAttention):
     """MLLA's stack: convolution → linear attention with rotary and positional terms → convolution.
 
     A mixer (B, C, H, W) → (B, C, H, W). The convolutions are 3×3 and depthwise: one before and one after, added to
     their input, and one of v inside. q and k are turned above the line, not below it.
     Arguments as in `LinearAttention`; heads must have a multiple of four channels (else ValueError).
-    Source: Han et al. 2024 (MLLA), section 5; the block's gate is left out.
+    Source: Han et al. 2024 (MLLA), the design of its block, whose gate is left out.
     """
 
     def __init__(self, dim: int, num_heads: int = 1, **kwargs):
         super().__init__(dim, num_heads, **kwargs)
         if dim // num_heads % 4:
-            raise ValueError(f"heads of {dim // num_heads} channels cannot turn on two axes: they need a multiple of 4.")
+            raise ValueError(
+                f"heads of {dim // num_heads} channels cannot turn on two axes: they need a multiple of 4."
+            )
         self.before, self.position, self.after = (depthwise(dim, 3) for _ in range(3))
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
@@ -240,7 +244,7 @@ class MLLAMixer(LinearAttention):
         q, k = rotate(q, angles), rotate(k, angles)
         return ((v @ k.transpose(-2, -1)) @ q / (normaliser + 1e-6)).reshape(x.shape)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-077
+# %% ../notebooks/16_attention_family.ipynb #cell-080
 ATTENTIONS = {
     "softmax": SoftmaxAttention,
     "linear": LinearAttention,

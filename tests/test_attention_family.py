@@ -85,6 +85,15 @@ def test_performer_converges_to_softmax():
     assert errors[2] < errors[1] / 2 < errors[0] / 4 and errors[2] < 0.15
 
 
+def test_performers_rows_are_quotients_of_its_features():
+    mixer = CORES["performer"](32, 2).double()
+    q, k = queries_and_keys()
+    x, y = (z[0, :16].flatten(1) / 2 for z in (q, k))  # the first head; 16^(1/4) = 2
+    phi_q, phi_k = ((mixer.features @ z - z.square().sum(0) / 2).exp() for z in (x, y))  # (m, N)
+    quotient = phi_q.T @ phi_k
+    assert_close(implied_rows(mixer, q, k)[0], quotient / quotient.sum(1, keepdim=True))
+
+
 def test_performers_kernel_is_unbiased():
     x, y = torch.randn(2, 16, dtype=torch.float64) / 2
     features = torch.stack([family.orthogonal_features(16, 16) for _ in range(4000)]).double()  # (draws, m, dim)
@@ -345,6 +354,18 @@ def test_channels_last_is_kept(name):
     turned.stages[2].register_forward_hook(lambda _, __, y: seen.append(y))
     assert_close(turned(x), expected, atol=2e-5, rtol=1e-4)
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@torch.inference_mode()
+def test_fusion_leaves_the_mixers_as_they_are():
+    from carelite.fusion import fuse
+
+    x = images(2, 64, 64)
+    for name, attention in (("care_s0", "agent"), ("care_s0", "mlla"), ("cas_vit_xs", "focused")):
+        model = shallow(name, attention)
+        assert_close(fuse(model)(x), model(x), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="norm1"):  # the mixer reads the norm's output twice
+        fuse(shallow("cas_vit_xs", "linear"))
 
 
 @pytest.mark.unchecked
