@@ -40,7 +40,7 @@ class CAREBlock(nn.Module):
 
     def update(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D H W"]:
         """The block without scale and shortcut."""
-        memory, features = x.tensor_split((self.memory_dim,), dim=1)  # (B, m, H, W), (B, d, H, W)
+        memory, features = x.split((self.memory_dim, x.shape[1] - self.memory_dim), dim=1)  # (B, m, H, W), (B, d, H, W)
         return self.interaction(memory, self.mixer(features))
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:

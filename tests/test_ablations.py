@@ -1,4 +1,4 @@
-"""Every ablation builds, trains, exports and changes what it says; the generated tasks are what they claim; the runner."""
+"""Every ablation builds, trains, exports and changes what it says; the tasks are what they claim; the runner."""
 
 import dataclasses
 import json
@@ -24,6 +24,7 @@ from carelite.ablations import (
     count,
     default_plan,
     far_marks,
+    generated,
     missing_runs,
     read_results,
     run_ablations,
@@ -31,6 +32,7 @@ from carelite.ablations import (
 )
 from carelite.care import CARE
 from carelite.cas_vit import CASViT
+from carelite.training import Evaluation
 from helpers import fill_in_place, images
 
 RESULTS = Path(__file__).parents[1] / "notebooks" / "results" / "ablations.jsonl"
@@ -124,8 +126,15 @@ def test_two_training_steps(name):
         optimizer.step()
 
 
+# One of each kind of change to the exported program; the rest, alike, in `make test-all`.
+KINDS = {"stacked", "no_local", "attention_only", "no_inter1", "no_inter2", "no_memory", "no_layer_scale", "kernel_3"}
+KINDS |= {"phi_identity", "phi_relu", "no_channel", "shared"}
+
+
 @pytest.mark.unchecked
-@each_variant
+@pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
 def test_a_variant_exports(name, tmp_path):
     from carelite.export import export_coreml
     from carelite.verification import verify
@@ -327,10 +336,28 @@ def test_the_command_line(quick, tmp_path, capsys):
 
 
 def test_a_run_is_what_its_seed_decides(monkeypatch):
-    monkeypatch.setitem(TASKS, "digits", dataclasses.replace(TASKS["digits"], recipe=dict(image_size=32, epochs=1)))
-    first, second = ablate("care", "digits", 3), ablate("care", "digits", 3)
-    assert first["loss"] == second["loss"] != ablate("care", "digits", 4)["loss"]
-    assert first["images"] == [360] and 0 < first["right"][0] <= 360
+    few = lambda: generated(textures, ablations.TEXTURES, train=64, val=32)  # noqa: E731
+    task = dataclasses.replace(TASKS["textures"], splits=few, recipe=TASKS["textures"].recipe | {"epochs": 1})
+    monkeypatch.setitem(TASKS, "textures", task)
+    first, second = ablate("care", "textures", 3), ablate("care", "textures", 3)
+    assert first["loss"] == second["loss"] != ablate("care", "textures", 4)["loss"]
+    assert first["images"] == [32] and 0 <= first["right"][0] <= 32
+
+
+def test_far_marks_are_counted_by_ring(monkeypatch):
+    """An evaluation that is right in the second ring only."""
+
+    def oracle(model, dataset, batch_size):
+        labels = torch.arange(16) % 2
+        said = torch.where(torch.arange(16) // 2 % 4 == 1, labels, 1 - labels)
+        return Evaluation(F.one_hot(said, 2).float(), labels)
+
+    few = lambda: generated(far_marks, ("differ", "match"), train=32, val=16)  # noqa: E731
+    task = dataclasses.replace(TASKS["far marks"], splits=few, recipe=TASKS["far marks"].recipe | {"epochs": 1})
+    monkeypatch.setitem(TASKS, "far marks", task)
+    monkeypatch.setattr(ablations, "evaluate", oracle)
+    line = ablate("no_interaction", "far marks", 0)
+    assert line["right"] == [0, 4, 0, 0] and line["images"] == [4, 4, 4, 4]
 
 
 def test_stored_results_are_complete_and_of_this_code():
