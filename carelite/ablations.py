@@ -4,10 +4,10 @@
 __all__ = ['ATTENTION_ONLY', 'POINTWISE', 'KEEPS_EXPANSION', 'CARE_VARIANTS', 'CAS_VIT_VARIANTS', 'VARIANTS', 'SMALL', 'RINGS',
            'COLOURS', 'LAG', 'TEXTURES', 'STILL', 'FAR_MARKS', 'TASKS', 'fitting_heads', 'split_at', 'stacked',
            'global_only', 'local_only', 'FeaturesOnly', 'pointwise', 'SharedCATM', 'Variant', 'with_phi',
-           'build_variant', 'count', 'ReadFirstToken', 'far_marks', 'textures', 'Task', 'generated', 'prepare', 'fit',
+           'build_variant', 'count', 'far_marks', 'ReadFirstToken', 'textures', 'Task', 'generated', 'prepare', 'fit',
            'row_entropy', 'ablate', 'read_results', 'missing_runs', 'run_ablations', 'default_plan']
 
-# %% ../notebooks/10_ablations.ipynb #8b64f08b
+# %% ../notebooks/10_ablations.ipynb #6f6e9357
 import json
 import math
 import platform
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import timm
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
@@ -33,12 +34,12 @@ from .linear_attention import LinearAttention
 from .self_attention import count_bytes, count_macs
 from .training import TrainConfig, create_optimizer, create_schedule, evaluate, train_epoch, training_batches
 
-# %% ../notebooks/10_ablations.ipynb #7e1e85f8
+# %% ../notebooks/10_ablations.ipynb #95a1c69f
 def fitting_heads(dim: int, head_dim: int) -> int:
     """The number of heads that divides `dim` channels into heads of a width as near to `head_dim` as can be."""
     return min((h for h in range(1, dim + 1) if dim % h == 0), key=lambda h: abs(dim / h - head_dim))
 
-# %% ../notebooks/10_ablations.ipynb #b9817167
+# %% ../notebooks/10_ablations.ipynb #9aaad151
 def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
     """A `mixer` of CARE with d₁ = `ratio`·d, 0 < ratio < 1, rounded so that d₂ is even, as two local kernels need it.
 
@@ -52,7 +53,7 @@ def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
 
     return mixer
 
-# %% ../notebooks/10_ablations.ipynb #86de0cab
+# %% ../notebooks/10_ablations.ipynb #d73a2a80
 def stacked(dim: int, num_heads: int, global_mixer, local_mixer) -> nn.Sequential:
     """A `mixer` of CARE in which all d channels go through local, global and again local learner.
 
@@ -71,7 +72,7 @@ def local_only(dim: int, num_heads: int, global_mixer, local_mixer) -> nn.Module
     """A `mixer` of CARE in which all d channels go through the local learner."""
     return local_mixer(dim)
 
-# %% ../notebooks/10_ablations.ipynb #f5ff1a71
+# %% ../notebooks/10_ablations.ipynb #f687a61d
 class FeaturesOnly(nn.Module):
     """Inter₂ without memory: [Z, Y] → [Z, Inter(Y)]. An `inter2` of CARE, (B, C, H, W) → (B, C, H, W).
 
@@ -87,7 +88,7 @@ class FeaturesOnly(nn.Module):
         memory, features = x.split(self.dims, dim=1)  # (B, m, H, W), (B, d, H, W)
         return torch.cat([memory, self.interaction(features)], dim=1)
 
-# %% ../notebooks/10_ablations.ipynb #fa0c1378
+# %% ../notebooks/10_ablations.ipynb #8ad93fa4
 def pointwise(interaction: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn.Module]:
     """An `inter1`, `inter2` or `last_inter2` of CARE without the 3×3 depthwise convolution inside."""
 
@@ -98,7 +99,7 @@ def pointwise(interaction: Callable[[int, int], nn.Module]) -> Callable[[int, in
 
     return build
 
-# %% ../notebooks/10_ablations.ipynb #7aebdc95
+# %% ../notebooks/10_ablations.ipynb #729c09fd
 class SharedCATM(CATM):
     """CATM with one Φ for queries and keys instead of one each. Arguments as in `CATM`."""
 
@@ -106,7 +107,7 @@ class SharedCATM(CATM):
         super().__init__(dim, num_heads, **parts)
         self.context_k = self.context_q
 
-# %% ../notebooks/10_ablations.ipynb #8c5d5ae1
+# %% ../notebooks/10_ablations.ipynb #b6dc4f2d
 @dataclass(frozen=True)
 class Variant:
     """One ablation: the model's class, the parts that replace the paper's, and in words what differs."""
@@ -126,7 +127,7 @@ ATTENTION_ONLY = dict(mixer=global_only, global_mixers=(LinearAttention,) * 4)
 POINTWISE = dict(inter1=pointwise(Interaction), inter2=pointwise(Interaction), last_inter2=pointwise(Expansion))
 KEEPS_EXPANSION = "keeps its expansion of [Z, Y], which makes the features that the heads read"
 
-# %% ../notebooks/10_ablations.ipynb #cd89f623
+# %% ../notebooks/10_ablations.ipynb #81e43585
 CARE_VARIANTS = {
     "care": Variant(CARE, {}, "nothing"),
     "symmetric": Variant(CARE, dict(mixer=split_at(1 / 2)), "d₁ = d₂ = d/2"),
@@ -153,7 +154,7 @@ CARE_VARIANTS = {
     "no_layer_scale": Variant(CARE, dict(layer_scale=nn.Identity), "no layer scale", "has none in any case"),
 }
 
-# %% ../notebooks/10_ablations.ipynb #11f0971c
+# %% ../notebooks/10_ablations.ipynb #6ad10c1f
 CAS_VIT_VARIANTS = {
     "cas_vit": Variant(CASViT, {}, "nothing"),
     "no_spatial": Variant(CASViT, dict(mixers=(partial(CATM, spatial=nn.Identity),) * 4), "no spatial interaction"),
@@ -163,10 +164,10 @@ CAS_VIT_VARIANTS = {
 }
 VARIANTS = CARE_VARIANTS | CAS_VIT_VARIANTS
 
-# %% ../notebooks/10_ablations.ipynb #9e1e2525
+# %% ../notebooks/10_ablations.ipynb #5f37e309
 SMALL = {
     CARE: CAREConfig((1, 1, 1), (12, 24, 48), ((2, 2), (2, 2), (2, 2)), (1, 1, 1)),
-    CASViT: CASViTConfig((1, 1, 1), (16, 32, 64)),
+    CASViT: CASViTConfig((1, 1, 1), (12, 24, 48)),
 }  # three stages of one block, strides 4, 8 and 16: what is trained here
 
 
@@ -183,7 +184,7 @@ def build_variant(name: str, cfg: CAREConfig | CASViTConfig | None = None, **kwa
     model.pretrained_cfg = default_cfg(num_classes=model.num_classes)
     return model
 
-# %% ../notebooks/10_ablations.ipynb #d524cea6
+# %% ../notebooks/10_ablations.ipynb #8844422d
 def count(model: nn.Module, image_size: int) -> dict[str, int]:
     """What `model` has and does for one RGB image of `image_size` pixels a side.
 
@@ -201,14 +202,7 @@ def count(model: nn.Module, image_size: int) -> dict[str, int]:
     model.train(training)
     return counts
 
-# %% ../notebooks/10_ablations.ipynb #b34f9a24
-class ReadFirstToken(nn.Module):
-    """In the place of a pooling: the features of the top left token, (B, C, H, W) → (B, C)."""
-
-    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C"]:
-        return x[:, :, 0, 0]
-
-# %% ../notebooks/10_ablations.ipynb #4fb58dfd
+# %% ../notebooks/10_ablations.ipynb #9f13b57d
 RINGS = (2, 5, 8, 11)  # distances of the second mark, in cells of 16 pixels
 COLOURS = ((230, 40, 40), (40, 200, 40), (60, 60, 240), (230, 210, 40))
 
@@ -237,7 +231,14 @@ def far_marks(count: int, seed: int) -> tuple[UInt8[Tensor, "N 3 192 192"], list
     images = cells.flatten(4, 5).flatten(2, 3)  # (N, 3, 48, 48)
     return images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3), (index % 2).tolist()
 
-# %% ../notebooks/10_ablations.ipynb #ec429df0
+# %% ../notebooks/10_ablations.ipynb #abd62990
+class ReadFirstToken(nn.Module):
+    """In the place of a pooling: the features of the top left token, (B, C, H, W) → (B, C)."""
+
+    def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C"]:
+        return x[:, :, 0, 0]
+
+# %% ../notebooks/10_ablations.ipynb #177b7384
 LAG = 4  # squares of 4 pixels: from a cell of 16 pixels to the same place in the next one
 TEXTURES = ("horizontal", "vertical", "diagonal", "antidiagonal")
 
@@ -259,7 +260,7 @@ def textures(count: int, seed: int, flip: float = 0.1) -> tuple[UInt8[Tensor, "N
     images = (96 + 64 * squares).to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
     return images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3), [i % 4 for i in range(count)]
 
-# %% ../notebooks/10_ablations.ipynb #cc1add8d
+# %% ../notebooks/10_ablations.ipynb #3e220f7c
 @dataclass(frozen=True)
 class Task:
     """A data set that tells variants apart: `splits()`, what `TrainConfig` needs, and what the heads read.
@@ -287,7 +288,7 @@ TASKS = {
     "textures": Task(partial(generated, textures, TEXTURES), STILL | dict(image_size=64, epochs=12, batch_size=32)),
 }
 
-# %% ../notebooks/10_ablations.ipynb #1d994af8
+# %% ../notebooks/10_ablations.ipynb #757a3b08
 def prepare(variant: str, task: str, seed: int) -> tuple[nn.Module, ImageSplits, TrainConfig]:
     """The small model of `variant` with random weights, what it is to learn, and how, for one run of `task`."""
     splits, config = TASKS[task].splits(), TrainConfig(**TASKS[task].recipe, seed=seed)
@@ -310,7 +311,7 @@ def fit(config: TrainConfig, splits: ImageSplits, model: nn.Module) -> nn.Module
         train_epoch(model, batches, optimizer, schedule, config, epoch, tqdm(disable=True))
     return model.eval()
 
-# %% ../notebooks/10_ablations.ipynb #21034b2b
+# %% ../notebooks/10_ablations.ipynb #970c61a3
 @torch.no_grad()
 def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | None:
     """Entropy of the first token's row in the last linear attention of `model`, as a share of log N; mean over heads.
@@ -332,7 +333,7 @@ def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | N
     rows = similarity / similarity.sum(dim=-1, keepdim=True)
     return (torch.special.entr(rows).sum(dim=-1).mean() / math.log(rows.shape[-1])).item()
 
-# %% ../notebooks/10_ablations.ipynb #87cc0707
+# %% ../notebooks/10_ablations.ipynb #90178cc7
 def ablate(variant: str, task: str, seed: int) -> dict:
     """Train the small model of `variant` on `task` once and say what came out: a line of the results.
 
@@ -358,11 +359,11 @@ def ablate(variant: str, task: str, seed: int) -> dict:
         entropy=entropy and round(entropy, 4),
         seconds=round(time.perf_counter() - start, 1),
         recipe=TASKS[task].recipe,
-        versions=dict(torch=torch.__version__, python=platform.python_version()),
+        versions=dict(torch=torch.__version__, timm=timm.__version__, python=platform.python_version()),
         threads=torch.get_num_threads(),
     )
 
-# %% ../notebooks/10_ablations.ipynb #18773a99
+# %% ../notebooks/10_ablations.ipynb #27164a88
 def read_results(path: str | Path) -> list[dict]:
     """The lines of a file of results; none where there is no file. Raises ValueError for a damaged line."""
     path = Path(path)
@@ -399,12 +400,13 @@ def run_ablations(plan: Sequence[tuple[str, str, int]], path: str | Path, comman
             file.write(json.dumps(line) + "\n")
         yield line
 
-# %% ../notebooks/10_ablations.ipynb #60288fad
+# %% ../notebooks/10_ablations.ipynb #1f6bd9cf
 def default_plan() -> list[tuple[str, str, int]]:
     """The stored runs: every variant on digits, and on the generated tasks those that these are made for."""
-    far = ("care", "no_global", "no_local", "attention_only", "stacked", "symmetric")
     local = ("care", "no_global", "no_local", "attention_only", "kernel_3", "stacked")
     plan = [(variant, "textures", seed) for seed in range(3) for variant in local]
     plan += [(variant, "digits", seed) for seed in range(2) for variant in VARIANTS]
-    plan += [(variant, "far marks", seed) for seed in range(3) for variant in far]
+    far = ("care", "no_global", "no_local", "attention_only", "stacked", "cas_vit", "no_channel")
+    plan += [(variant, "far marks", seed) for seed in range(2) for variant in far]
+    plan += [(variant, "far marks", 2) for variant in far[:2]]
     return plan + [("no_global", "far marks, pooled", seed) for seed in range(2)]
