@@ -7,7 +7,7 @@ __all__ = ['ATTENTION_ONLY', 'POINTWISE', 'KEEPS_EXPANSION', 'CARE_VARIANTS', 'C
            'build_variant', 'count', 'far_marks', 'ReadFirstToken', 'textures', 'Task', 'generated', 'prepare', 'fit',
            'row_entropy', 'ablate', 'read_results', 'missing_runs', 'run_ablations', 'default_plan']
 
-# %% ../notebooks/10_ablations.ipynb #6f6e9357
+# %% ../notebooks/10_ablations.ipynb #d929b347
 import json
 import math
 import platform
@@ -31,15 +31,15 @@ from .cas_vit import CASViT, CASViTConfig
 from .data import ImageSplits, load_digits_splits, normalise
 from .dual_interaction import Expansion, Interaction
 from .linear_attention import LinearAttention
-from .self_attention import count_bytes, count_macs
+from .self_attention import count_macs
 from .training import TrainConfig, create_optimizer, create_schedule, evaluate, train_epoch, training_batches
 
-# %% ../notebooks/10_ablations.ipynb #95a1c69f
+# %% ../notebooks/10_ablations.ipynb #8fa788ba
 def fitting_heads(dim: int, head_dim: int) -> int:
     """The number of heads that divides `dim` channels into heads of a width as near to `head_dim` as can be."""
     return min((h for h in range(1, dim + 1) if dim % h == 0), key=lambda h: abs(dim / h - head_dim))
 
-# %% ../notebooks/10_ablations.ipynb #9aaad151
+# %% ../notebooks/10_ablations.ipynb #b3d3a05a
 def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
     """A `mixer` of CARE with d₁ = `ratio`·d, 0 < ratio < 1, rounded so that d₂ is even, as two local kernels need it.
 
@@ -53,7 +53,7 @@ def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
 
     return mixer
 
-# %% ../notebooks/10_ablations.ipynb #d73a2a80
+# %% ../notebooks/10_ablations.ipynb #1b1acfce
 def stacked(dim: int, num_heads: int, global_mixer, local_mixer) -> nn.Sequential:
     """A `mixer` of CARE in which all d channels go through local, global and again local learner.
 
@@ -72,7 +72,7 @@ def local_only(dim: int, num_heads: int, global_mixer, local_mixer) -> nn.Module
     """A `mixer` of CARE in which all d channels go through the local learner."""
     return local_mixer(dim)
 
-# %% ../notebooks/10_ablations.ipynb #f687a61d
+# %% ../notebooks/10_ablations.ipynb #b8184fa8
 class FeaturesOnly(nn.Module):
     """Inter₂ without memory: [Z, Y] → [Z, Inter(Y)]. An `inter2` of CARE, (B, C, H, W) → (B, C, H, W).
 
@@ -88,7 +88,7 @@ class FeaturesOnly(nn.Module):
         memory, features = x.split(self.dims, dim=1)  # (B, m, H, W), (B, d, H, W)
         return torch.cat([memory, self.interaction(features)], dim=1)
 
-# %% ../notebooks/10_ablations.ipynb #8ad93fa4
+# %% ../notebooks/10_ablations.ipynb #84cabd71
 def pointwise(interaction: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn.Module]:
     """An `inter1`, `inter2` or `last_inter2` of CARE without the 3×3 depthwise convolution inside."""
 
@@ -99,7 +99,7 @@ def pointwise(interaction: Callable[[int, int], nn.Module]) -> Callable[[int, in
 
     return build
 
-# %% ../notebooks/10_ablations.ipynb #729c09fd
+# %% ../notebooks/10_ablations.ipynb #41f0bbef
 class SharedCATM(CATM):
     """CATM with one Φ for queries and keys instead of one each. Arguments as in `CATM`."""
 
@@ -107,7 +107,7 @@ class SharedCATM(CATM):
         super().__init__(dim, num_heads, **parts)
         self.context_k = self.context_q
 
-# %% ../notebooks/10_ablations.ipynb #b6dc4f2d
+# %% ../notebooks/10_ablations.ipynb #3c0b3599
 @dataclass(frozen=True)
 class Variant:
     """One ablation: the model's class, the parts that replace the paper's, and in words what differs."""
@@ -127,7 +127,7 @@ ATTENTION_ONLY = dict(mixer=global_only, global_mixers=(LinearAttention,) * 4)
 POINTWISE = dict(inter1=pointwise(Interaction), inter2=pointwise(Interaction), last_inter2=pointwise(Expansion))
 KEEPS_EXPANSION = "keeps its expansion of [Z, Y], which makes the features that the heads read"
 
-# %% ../notebooks/10_ablations.ipynb #81e43585
+# %% ../notebooks/10_ablations.ipynb #59857bd9
 CARE_VARIANTS = {
     "care": Variant(CARE, {}, "nothing"),
     "symmetric": Variant(CARE, dict(mixer=split_at(1 / 2)), "d₁ = d₂ = d/2"),
@@ -154,7 +154,7 @@ CARE_VARIANTS = {
     "no_layer_scale": Variant(CARE, dict(layer_scale=nn.Identity), "no layer scale", "has none in any case"),
 }
 
-# %% ../notebooks/10_ablations.ipynb #6ad10c1f
+# %% ../notebooks/10_ablations.ipynb #539653b0
 CAS_VIT_VARIANTS = {
     "cas_vit": Variant(CASViT, {}, "nothing"),
     "no_spatial": Variant(CASViT, dict(mixers=(partial(CATM, spatial=nn.Identity),) * 4), "no spatial interaction"),
@@ -164,7 +164,7 @@ CAS_VIT_VARIANTS = {
 }
 VARIANTS = CARE_VARIANTS | CAS_VIT_VARIANTS
 
-# %% ../notebooks/10_ablations.ipynb #5f37e309
+# %% ../notebooks/10_ablations.ipynb #d099cdc1
 SMALL = {
     CARE: CAREConfig((1, 1, 1), (12, 24, 48), ((2, 2), (2, 2), (2, 2)), (1, 1, 1)),
     CASViT: CASViTConfig((1, 1, 1), (12, 24, 48)),
@@ -184,31 +184,29 @@ def build_variant(name: str, cfg: CAREConfig | CASViTConfig | None = None, **kwa
     model.pretrained_cfg = default_cfg(num_classes=model.num_classes)
     return model
 
-# %% ../notebooks/10_ablations.ipynb #8844422d
+# %% ../notebooks/10_ablations.ipynb #c12c1822
 def count(model: nn.Module, image_size: int) -> dict[str, int]:
     """What `model` has and does for one RGB image of `image_size` pixels a side.
 
-    `parameters`; `macs` of convolutions, linear layers and matrix products; `activations`, the numbers in all tensors
-    that the pass creates. A model on the meta device, which has shapes and no values, is counted too, and faster.
+    `parameters`; `macs` of convolutions, linear layers and matrix products; `activations`, the numbers that
+    convolutions and linear layers put out. A model on the meta device, which has no values, can be counted too.
     """
-    device, training = next(model.parameters()).device, model.training
-    image = torch.zeros(1, 3, image_size, image_size, device=device)
-    model.eval()
-    counts = dict(
-        parameters=sum(p.numel() for p in model.parameters()),
-        macs=count_macs(model, image),
-        activations=count_bytes(model, image) // 4,
-    )
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    written, device, training = [], next(model.parameters()).device, model.training
+    hooks = [layer.register_forward_hook(lambda layer, args, out: written.append(out.numel())) for layer in layers]
+    macs = count_macs(model.eval(), torch.zeros(1, 3, image_size, image_size, device=device))
+    for hook in hooks:
+        hook.remove()
     model.train(training)
-    return counts
+    return dict(parameters=sum(p.numel() for p in model.parameters()), macs=macs, activations=sum(written))
 
-# %% ../notebooks/10_ablations.ipynb #9f13b57d
-RINGS = (2, 5, 8, 11)  # distances of the second mark, in cells of 16 pixels
+# %% ../notebooks/10_ablations.ipynb #ca079ee5
+RINGS = (2, 5, 8, 10)  # distances of the second mark, in cells of 16 pixels
 COLOURS = ((230, 40, 40), (40, 200, 40), (60, 60, 240), (230, 210, 40))
 
 
-def far_marks(count: int, seed: int) -> tuple[UInt8[Tensor, "N 3 192 192"], list[int]]:
-    """Images of grey noise with a coloured square in the first of 12×12 cells, and a second one at a distance.
+def far_marks(count: int, seed: int) -> tuple[UInt8[Tensor, "N 3 176 176"], list[int]]:
+    """Images of grey noise with a coloured square in the first of 11×11 cells, and a second one at a distance.
 
     Returns the images and the labels, 1 where the colours match. Image i has its second mark in the ring of cells that
     lies `RINGS[i // 2 % 4]` cells from the first, and the label i % 2. `seed` decides colours, places and noise.
@@ -223,22 +221,22 @@ def far_marks(count: int, seed: int) -> tuple[UInt8[Tensor, "N 3 192 192"], list
     first = draw(len(COLOURS), (count,))
     other = (first + draw(1, len(COLOURS), (count,))) % len(COLOURS)
     second = torch.where(index % 2 == 1, first, other)
-    cells = draw(96, 160, (count, 3, 48, 48), dtype=torch.uint8)  # one number per 4×4 pixels, the stem's patches
-    cells = cells.unflatten(3, (12, 4)).unflatten(2, (12, 4))  # (N, 3, 12, 4, 12, 4)
+    cells = draw(96, 160, (count, 3, 44, 44), dtype=torch.uint8)  # one number per 4×4 pixels, the stem's patches
+    cells = cells.unflatten(3, (11, 4)).unflatten(2, (11, 4))  # (N, 3, 11, 4, 11, 4)
     colours = torch.tensor(COLOURS, dtype=torch.uint8)[..., None, None]  # (4, 3, 1, 1)
     cells[:, :, 0, :, 0] = colours[first]
     cells[index, :, places[0], :, places[1]] = colours[second]
-    images = cells.flatten(4, 5).flatten(2, 3)  # (N, 3, 48, 48)
+    images = cells.flatten(4, 5).flatten(2, 3)  # (N, 3, 44, 44)
     return images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3), (index % 2).tolist()
 
-# %% ../notebooks/10_ablations.ipynb #abd62990
+# %% ../notebooks/10_ablations.ipynb #60c853e5
 class ReadFirstToken(nn.Module):
     """In the place of a pooling: the features of the top left token, (B, C, H, W) → (B, C)."""
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C"]:
         return x[:, :, 0, 0]
 
-# %% ../notebooks/10_ablations.ipynb #177b7384
+# %% ../notebooks/10_ablations.ipynb #3dc27669
 LAG = 4  # squares of 4 pixels: from a cell of 16 pixels to the same place in the next one
 TEXTURES = ("horizontal", "vertical", "diagonal", "antidiagonal")
 
@@ -260,7 +258,7 @@ def textures(count: int, seed: int, flip: float = 0.1) -> tuple[UInt8[Tensor, "N
     images = (96 + 64 * squares).to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
     return images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3), [i % 4 for i in range(count)]
 
-# %% ../notebooks/10_ablations.ipynb #3e220f7c
+# %% ../notebooks/10_ablations.ipynb #0e65144b
 @dataclass(frozen=True)
 class Task:
     """A data set that tells variants apart: `splits()`, what `TrainConfig` needs, and what the heads read.
@@ -282,13 +280,13 @@ def generated(make: Callable, classes: tuple[str, ...], train: int = 1024, val: 
 STILL = dict(shift=0.0, rotation=0.0, zoom=0.0, label_smoothing=0.0)  # generated images are not augmented
 FAR_MARKS = partial(generated, far_marks, ("differ", "match"))
 TASKS = {
-    "digits": Task(load_digits_splits, dict(image_size=32, epochs=8, lr=8e-3)),
-    "far marks": Task(FAR_MARKS, STILL | dict(image_size=192, epochs=8, batch_size=32), ReadFirstToken),
-    "far marks, pooled": Task(FAR_MARKS, STILL | dict(image_size=192, epochs=8, batch_size=32)),
+    "digits": Task(load_digits_splits, dict(image_size=32, epochs=6, lr=8e-3)),
+    "far marks": Task(FAR_MARKS, STILL | dict(image_size=176, epochs=6, batch_size=32), ReadFirstToken),
+    "far marks, pooled": Task(FAR_MARKS, STILL | dict(image_size=176, epochs=6, batch_size=32)),
     "textures": Task(partial(generated, textures, TEXTURES), STILL | dict(image_size=64, epochs=12, batch_size=32)),
 }
 
-# %% ../notebooks/10_ablations.ipynb #757a3b08
+# %% ../notebooks/10_ablations.ipynb #82d9156f
 def prepare(variant: str, task: str, seed: int) -> tuple[nn.Module, ImageSplits, TrainConfig]:
     """The small model of `variant` with random weights, what it is to learn, and how, for one run of `task`."""
     splits, config = TASKS[task].splits(), TrainConfig(**TASKS[task].recipe, seed=seed)
@@ -311,7 +309,7 @@ def fit(config: TrainConfig, splits: ImageSplits, model: nn.Module) -> nn.Module
         train_epoch(model, batches, optimizer, schedule, config, epoch, tqdm(disable=True))
     return model.eval()
 
-# %% ../notebooks/10_ablations.ipynb #970c61a3
+# %% ../notebooks/10_ablations.ipynb #53ca8562
 @torch.no_grad()
 def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | None:
     """Entropy of the first token's row in the last linear attention of `model`, as a share of log N; mean over heads.
@@ -333,7 +331,7 @@ def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | N
     rows = similarity / similarity.sum(dim=-1, keepdim=True)
     return (torch.special.entr(rows).sum(dim=-1).mean() / math.log(rows.shape[-1])).item()
 
-# %% ../notebooks/10_ablations.ipynb #90178cc7
+# %% ../notebooks/10_ablations.ipynb #7a9d3ed1
 def ablate(variant: str, task: str, seed: int) -> dict:
     """Train the small model of `variant` on `task` once and say what came out: a line of the results.
 
@@ -363,7 +361,7 @@ def ablate(variant: str, task: str, seed: int) -> dict:
         threads=torch.get_num_threads(),
     )
 
-# %% ../notebooks/10_ablations.ipynb #27164a88
+# %% ../notebooks/10_ablations.ipynb #e8d9299a
 def read_results(path: str | Path) -> list[dict]:
     """The lines of a file of results; none where there is no file. Raises ValueError for a damaged line."""
     path = Path(path)
@@ -400,13 +398,13 @@ def run_ablations(plan: Sequence[tuple[str, str, int]], path: str | Path, comman
             file.write(json.dumps(line) + "\n")
         yield line
 
-# %% ../notebooks/10_ablations.ipynb #1f6bd9cf
+# %% ../notebooks/10_ablations.ipynb #f1f97bc7
 def default_plan() -> list[tuple[str, str, int]]:
     """The stored runs: every variant on digits, and on the generated tasks those that these are made for."""
     local = ("care", "no_global", "no_local", "attention_only", "kernel_3", "stacked")
     plan = [(variant, "textures", seed) for seed in range(3) for variant in local]
-    plan += [(variant, "digits", seed) for seed in range(2) for variant in VARIANTS]
-    far = ("care", "no_global", "no_local", "attention_only", "stacked", "cas_vit", "no_channel")
+    far = ("care", "no_global", "attention_only", "cas_vit", "no_channel", "no_local")
     plan += [(variant, "far marks", seed) for seed in range(2) for variant in far]
     plan += [(variant, "far marks", 2) for variant in far[:2]]
-    return plan + [("no_global", "far marks, pooled", seed) for seed in range(2)]
+    plan += [("no_global", "far marks, pooled", seed) for seed in range(2)]
+    return plan + [(variant, "digits", seed) for seed in range(2) for variant in VARIANTS]

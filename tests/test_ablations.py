@@ -220,9 +220,9 @@ def test_unknown_names_are_named(tmp_path):
 
 def test_far_marks():
     pictures, labels = far_marks(400, seed=3)
-    cells = pictures.unflatten(3, (12, 16)).unflatten(2, (12, 16)).float()  # (N, 3, 12, 16, 12, 16)
+    cells = pictures.unflatten(3, (11, 16)).unflatten(2, (11, 16)).float()  # (N, 3, 11, 16, 11, 16)
     flat = cells.amax(dim=(3, 5)) == cells.amin(dim=(3, 5))  # cells of one colour
-    marks = flat.all(dim=1)  # (N, 12, 12)
+    marks = flat.all(dim=1)  # (N, 11, 11)
     assert marks[:, 0, 0].all() and (marks.sum(dim=(1, 2)) == 2).all()
     marks[:, 0, 0] = False
     index, row, column = marks.nonzero(as_tuple=True)
@@ -261,7 +261,7 @@ def test_reading_one_token():
     assert ReadFirstToken()(x).tolist() == [[0.0, 12.0]]
 
 
-def gradient_reach(name: str, size: int = 192) -> int:
+def gradient_reach(name: str, size: int = 176) -> int:
     """The furthest row or column of pixels that the first token of a small model depends on."""
     model = small(name)
     x = images(1, size, size).requires_grad_()
@@ -270,9 +270,9 @@ def gradient_reach(name: str, size: int = 192) -> int:
 
 
 def test_reach_of_the_first_token():
-    assert gradient_reach("no_global") == 155  # less than the furthest mark, whose first pixel is 176
+    assert gradient_reach("no_global") == 155  # less than the furthest mark, whose first pixel is 160
     assert gradient_reach("no_channel") == 127  # what is left of CATM is windows
-    assert gradient_reach("cas_vit") == gradient_reach("care") == gradient_reach("attention_only") == 191
+    assert gradient_reach("cas_vit") == gradient_reach("care") == gradient_reach("attention_only") == 175
     assert 16 * RINGS[-1] > 155 > 16 * RINGS[-2]
 
 
