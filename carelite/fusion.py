@@ -197,11 +197,15 @@ def learners_of(mixer: nn.Module, dim: int) -> tuple[list[int], list[nn.Module]]
 def fuse_care_block(block: CAREBlock) -> FusedCAREBlock | CAREBlock:
     """The fused form of a CARE block whose BatchNorms are folded already.
 
-    A block with another interaction or layer scale than the paper's, as ablations have, is returned as it is.
+    A block with another interaction or layer scale than the paper's, as ablations have, keeps its form.
     """
     last, both, scale = type(block) is LastCAREBlock, block.interaction, block.layer_scale
     kinds = type(both), type(getattr(both, "inter2", None)), type(scale)
     if kinds != (DualInteraction, Expansion if last else Interaction, nn.Identity if last else LayerScale2d):
+        if isinstance(scale, LayerScale2d):  # a depthwise 1×1 convolution: its weight is exported as it is
+            gamma = scale.gamma.detach()
+            stand_in = nn.Conv2d(len(gamma), len(gamma), 1, groups=len(gamma)).to(gamma)
+            block.layer_scale = with_weights(stand_in, gamma.view(-1, 1, 1, 1), torch.zeros_like(gamma))
         return block
     inter2, gamma = both.inter2, None
     sizes, learners = learners_of(block.mixer, inter2.expand.in_channels - block.memory_dim)
