@@ -265,6 +265,22 @@ def bench(args: argparse.Namespace) -> None:
     print(f"\nEverything is in {folder}: benchmark.json and benchmark.png.")
 
 
+def ablate(args: argparse.Namespace) -> None:
+    """Train small ablations, on digits and on generated tasks, and add the runs that a file of results lacks."""
+    from carelite.ablations import TASKS, VARIANTS, default_plan, run_ablations
+
+    chosen = {flag: names for flag in ("variants", "tasks") if (names := getattr(args, flag))}
+    plan = default_plan()
+    if chosen:
+        variants, tasks = args.variants or VARIANTS, args.tasks or TASKS
+        plan = [(variant, task, seed) for seed in range(args.seeds) for task in tasks for variant in variants]
+    flags = [f"--{flag} " + " ".join(map(repr, names)) for flag, names in chosen.items()]
+    for line in run_ablations(plan, args.results, " ".join(["carelite ablate", args.results, *flags])):
+        print(
+            f"{line['variant']} on {line['task']}, seed {line['seed']}: {sum(line['right'])} of {sum(line['images'])}"
+        )
+
+
 def demo(args: argparse.Namespace) -> None:
     """Train CARE-S0 on real digits, evaluate, export in both precisions, verify, and print a table."""
     import torch
@@ -385,6 +401,13 @@ def build_parser() -> argparse.ArgumentParser:
     for parser_ in (exporting, verifying):
         parser_.add_argument("--model", help="the model's name, for official files that do not say it themselves")
     add_bench_flags(command(bench))
+    ablating = command(ablate)
+    ablating.add_argument("results", help="file of JSON lines, made or added to")
+    ablating.add_argument("--variants", nargs="+", help="default: those that each task is made for")
+    ablating.add_argument("--tasks", nargs="+", help="default: all")
+    ablating.add_argument(
+        "--seeds", type=int, default=2, help="runs of each, where variants or tasks are named; default: 2"
+    )
     return parser
 
 
