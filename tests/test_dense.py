@@ -456,19 +456,18 @@ def test_a_loss_that_is_not_finite_stops_the_training():
 
 def test_a_run_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setitem(dense.SMALL, "semantic_fpn", TINY["semantic_fpn"])
-    schedule = DenseSchedule(2, 2, 1e-3, 0.05, 0, "cosine")
-    arguments = dict(schedule=schedule, held_out=3, shown=2, weights=tmp_path / "weights.safetensors")
-    path = dense.run_shapes("semantic_fpn", "cas_vit_xs", tmp_path, **arguments)
+    arguments = dict(held_out=3, shown=2, weights=tmp_path / "weights.safetensors")
+    path = dense.run_shapes("semantic_fpn", "cas_vit_xs", 2, tmp_path, **arguments)
     stored = json.loads(path.read_text())
     assert len(stored["predictions"]) == 2 and len(stored["predictions"][0]) == 4 and stored["log"][-1]["step"] == 2
     assert {p.name for p in tmp_path.iterdir()} == {path.name, "weights.safetensors"}
     monkeypatch.setattr(dense.json, "dumps", lambda _: 1 / 0)
     before = path.read_bytes()
     with pytest.raises(ZeroDivisionError):
-        dense.run_shapes("semantic_fpn", "cas_vit_xs", tmp_path, **arguments)
+        dense.run_shapes("semantic_fpn", "cas_vit_xs", 2, tmp_path, **arguments)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
     with pytest.raises(ValueError, match="unknown"):
-        dense.run_shapes("yolo", "care_s0", tmp_path)
+        dense.run_shapes("yolo", "care_s0", 2, tmp_path)
 
 
 def test_import_without_the_extra(project_python):
