@@ -48,7 +48,7 @@ def import_dense(module: str) -> ModuleType:
         raise ImportError(message) from error
 
 
-SHAPES = ("disc", "square", "triangle")
+SHAPES = {"disc": (215, 75, 65), "square": (70, 175, 85), "triangle": (70, 95, 215)}  # name → typical colour
 
 
 def draw_shape(kind: str, size: tuple[int, int], centre: tuple[float, float], radius: float, angle: float) -> np.ndarray:
@@ -90,6 +90,8 @@ def as_targets(
 class ShapesDataset(Dataset):
     """Generated images of discs, squares and triangles, a little tilted, that hide each other, on textured ground.
 
+    Each class has a typical colour, give or take 40 of 255.
+
     Element i is (image (3, H, W), bytes; target), always the same for the same `seed`. A target has, for N objects,
     `boxes` (N, 4), x and y of two corners in pixels; `labels` (N,), from 1 on; `masks` (N, H, W), what is visible of
     each, 0 or 1; `area` (N,) in pixels; `iscrowd` (N,), 0; `image_id`; and `semantic` (H, W), the label of each pixel,
@@ -114,7 +116,7 @@ class ShapesDataset(Dataset):
         if not 0 <= index < self.length:
             raise IndexError(f"there are {self.length} images; {index} is none.")
         rng = np.random.default_rng((self.seed, index))
-        ground = rng.uniform(40, 215, 3)
+        ground = rng.uniform(80, 170, 3)
         image, masks, labels = texture(rng, self.size, ground), np.zeros((0, *self.size), bool), []
         objects = rng.integers(1, self.max_objects + 1) if self.max_objects and rng.random() < 0.9 else 0
         for _ in range(objects):
@@ -122,9 +124,7 @@ class ShapesDataset(Dataset):
             visible = masks & ~mask
             if (visible.sum((1, 2)) < 0.5 * masks.sum((1, 2))).any():
                 continue  # it would hide most of another one
-            colour = rng.uniform(0, 255, 3)
-            while abs(colour - ground).max() < 60:
-                colour = rng.uniform(0, 255, 3)
+            colour = SHAPES[self.classes[label]] + rng.uniform(-40, 40, 3)
             image[mask] = texture(rng, self.size, colour)[mask]
             masks, labels = np.concatenate([visible, mask[None]]), [*labels, label]
         image = torch.from_numpy(image.clip(0, 255).astype(np.uint8)).permute(2, 0, 1).contiguous()
@@ -133,7 +133,7 @@ class ShapesDataset(Dataset):
 
     def place(self, rng: np.random.Generator) -> tuple[int, np.ndarray]:
         """Label and pixels of a random shape that lies in the image."""
-        label, radius = int(rng.integers(1, 4)), rng.uniform(11, 26)
+        label, radius = int(rng.integers(1, 4)), rng.uniform(12, 26)
         centre = tuple(rng.uniform(radius, side - radius) for side in reversed(self.size))
         return label, draw_shape(self.classes[label], self.size, centre, radius, rng.uniform(-0.25, 0.25))
 
@@ -465,7 +465,7 @@ SCHEDULES = {
     # 12 epochs of COCO's 117,266 training images with objects; rates fall after epochs 8 and 11
     "coco_1x": DenseSchedule(12 * 7330, 16, 2e-4, 1e-4, 500, "multistep", (8 * 7330, 11 * 7330)),
     "ade20k_40k": DenseSchedule(40_000, 16, 2e-4, 1e-4, 0, "poly"),
-    "shapes": DenseSchedule(300, 8, 1e-3, 0.05, 50, "cosine"),  # the runs of this notebook, from random weights
+    "shapes": DenseSchedule(300, 8, 1.5e-3, 0.05, 50, "cosine"),  # the runs of this notebook, from random weights
 }
 
 
@@ -500,52 +500,14 @@ def collate(batch: Sequence[tuple]) -> tuple[tuple[Tensor, ...], tuple[dict, ...
     return images, targets
 
 
-def dense_batches(dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0) -> DataLoader:
-    """All batches of a training in an order that `seed` decides, read by `workers` processes beside this one."""
-    order = torch.Generator().manual_seed(seed)
-    sampler = RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=order)
-    return DataLoader(dataset, schedule.batch_size, sampler=sampler, collate_fn=collate, num_workers=workers)
-
-
-def train_dense(
-    model: nn.Module,
-    dataset: Dataset,
-    schedule: DenseSchedule,
-    *,
-    seed: int = 0,
-    workers: int = 0,
-    log: Callable[[dict], None] = print,
-) -> list[dict]:
-    """Train any of the three models in place and leave it in eval mode; returns a line per 25 steps.
-
-    A line has the `step`, `seconds` since the start, and the mean of each loss over these steps; `log` gets it at once.
-    Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read images.
-    Raises FloatingPointError, naming the step, for a loss that is not finite.
-    """
-    torch.manual_seed(seed)
-    model.train().to(memory_format=torch.channels_last)
-    device = next(model.parameters()).device
-    optimizer = create_optimizer(model, TrainConfig(lr=schedule.lr, weight_decay=schedule.weight_decay))
-    rates, lines, sums, begin = create_dense_schedule(optimizer, schedule), [], Counter(), time.perf_counter()
-    for step, (images, targets) in enumerate(dense_batches(dataset, schedule, seed, workers), 1):
-        images = [image.to(device) for image in images]
-        losses = model(images, [{key: value.to(device) for key, value in t.items()} for t in targets])
-        loss = sum(losses.values())
-        if not loss.isfinite():
-            parts = {name: value.item() for name, value in losses.items()}
-            raise FloatingPointError(f"the loss is {parts} in step {step}: stopped before it. Try a lower lr.")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        rates.step_update(step)
-        sums.update({name: value.item() for name, value in losses.items()} | {"steps": 1})
-        if step % 25 == 0 or step == schedule.steps:
-            means = {name: round(total / sums["steps"], 4) for name, total in sums.items() if name != "steps"}
-            lines.append(dict(step=step, seconds=round(time.perf_counter() - begin, 1)) | means)
-            log(lines[-1])
-            sums.clear()
-    model.eval()
-    return lines
+def dense_batches(
+    dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0
+) -> DataLoader:
+    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers` processes."""
+    random = torch.Generator().manual_seed(seed)
+    order = list(RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random))
+    order = order[done * schedule.batch_size :]
+    return DataLoader(dataset, schedule.batch_size, sampler=order, collate_fn=collate, num_workers=workers)
 
 
 @contextmanager
@@ -562,19 +524,91 @@ def written(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
 
 
+def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: DenseSchedule, lines: list):
+    """Write what `restore` needs to go on with a training."""
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
+    with written(path) as partial:
+        torch.save(state | dict(schedule=asdict(schedule), lines=lines), partial)
+
+
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: DenseSchedule) -> list[dict]:
+    """Put model, optimizer and the random state where the training in `path` was; returns its lines, [] without a file.
+
+    Raises ValueError where it had another schedule.
+    """
+    if not path.exists():
+        return []
+    state = torch.load(path, weights_only=True)
+    if state["schedule"] != asdict(schedule):
+        raise ValueError(f"{path} is the state of a training by {state['schedule']}: remove it, or use its schedule.")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    return state["lines"]
+
+
+def train_dense(
+    model: nn.Module,
+    dataset: Dataset,
+    schedule: DenseSchedule,
+    *,
+    seed: int = 0,
+    workers: int = 0,
+    state: str | Path | None = None,
+    log: Callable[[dict], None] = print,
+) -> list[dict]:
+    """Train any of the three models in place and leave it in eval mode; returns a line per 25 steps.
+
+    A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
+    once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
+    images; `state`, a file written with every line: where it exists, the training goes on from it, on the CPU as if it
+    had never stopped. Raises FloatingPointError, naming the step, for a loss that is not finite; ValueError for the
+    state of a training with another schedule.
+    """
+    torch.manual_seed(seed)
+    model.train().to(memory_format=torch.channels_last)
+    device = next(model.parameters()).device
+    optimizer = create_optimizer(model, TrainConfig(lr=schedule.lr, weight_decay=schedule.weight_decay))
+    lines = [] if state is None else restore(Path(state), model, optimizer, schedule)
+    done, before = (lines[-1]["step"], lines[-1]["seconds"]) if lines else (0, 0.0)
+    rates, sums, begin = create_dense_schedule(optimizer, schedule), Counter(), time.perf_counter() - before
+    rates.step_update(done)
+    for step, (images, targets) in enumerate(dense_batches(dataset, schedule, seed, workers, done), done + 1):
+        images = [image.to(device) for image in images]
+        losses = model(images, [{key: value.to(device) for key, value in t.items()} for t in targets])
+        loss = sum(losses.values())
+        if not loss.isfinite():
+            parts = {name: value.item() for name, value in losses.items()}
+            raise FloatingPointError(f"the loss is {parts} in step {step}: stopped before it. Try a lower lr.")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rates.step_update(step)
+        sums.update({name: value.item() for name, value in losses.items()} | {"steps": 1})
+        if step % 25 == 0 or step == schedule.steps:
+            means = {name: round(total / sums["steps"], 4) for name, total in sums.items() if name != "steps"}
+            lines.append(dict(step=step, seconds=round(time.perf_counter() - begin, 1)) | means)
+            log(lines[-1])
+            sums.clear()
+            if state is not None:
+                save_state(Path(state), model, optimizer, schedule, lines)
+    model.eval()
+    return lines
+
+
 HEADS = {"mask_rcnn": mask_rcnn, "retinanet": retinanet, "semantic_fpn": semantic_fpn}
 SMALL = {  # what makes the heads fit images of 128 pixels
-    "mask_rcnn": dict(width=64, anchor_sizes=(12, 24, 48, 72, 96), min_size=128, max_size=128, box_samples=64),
-    "retinanet": dict(width=64, anchor_sizes=(16, 32, 64, 96, 128), min_size=128, max_size=128),
+    "mask_rcnn": dict(width=64, norms=True, anchor_sizes=(12, 24, 48, 72, 96), min_size=128, max_size=128, box_samples=64),
+    "retinanet": dict(width=64, norms=True, anchor_sizes=(16, 32, 64, 96, 128), min_size=128, max_size=128),
     "semantic_fpn": dict(width=64),
 }
 
 
 RUNS = (  # head, backbone, steps
-    ("mask_rcnn", "care_s0", 230),
-    ("retinanet", "cas_vit_xs", 450),
-    ("semantic_fpn", "care_s0", 300),
-    ("semantic_fpn", "cas_vit_xs", 300),
+    ("mask_rcnn", "care_s0", 250),
+    ("retinanet", "cas_vit_xs", 400),
+    ("semantic_fpn", "care_s0", 200),
+    ("semantic_fpn", "cas_vit_xs", 200),
 )
 
 
@@ -592,16 +626,17 @@ def run_shapes(
 
     Arguments: `head`, a name of `HEADS`; `name`, a backbone; `steps` of the schedule "shapes"; `held_out`, images to evaluate on, of which the first
     `shown` are stored with what is predicted; `weights`, a safetensors file for the weights, by default none. The file
-    has schedule, losses, figures, predictions and seconds. Both files are written whole or not at all.
+    has schedule, losses, figures, predictions and seconds. Both files are written whole or not at all; until then a file
+    .state beside them lets the same call go on after an interruption.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r} is unknown: choose {', '.join(HEADS)}.")
     torch.manual_seed(0)
     schedule = replace(SCHEDULES["shapes"], steps=steps)
     train, val = ShapesDataset(schedule.steps * schedule.batch_size), ShapesDataset(held_out, seed=1)
-    model, begin = HEADS[head](name, len(train.classes), **SMALL[head]), time.perf_counter()
-    lines = train_dense(model, train, schedule)
-    trained = time.perf_counter()
+    model, path = HEADS[head](name, len(train.classes), **SMALL[head]), Path(folder, f"{head}_{name}.json")
+    lines = train_dense(model, train, schedule, state=path.with_suffix(".state"))
+    begin = time.perf_counter()
     if head == "semantic_fpn":
         figures, confusion = evaluate_segmentation(model, val)
         maps = [predict_dense(model, val[i][0])["semantic"] for i in range(shown)]
@@ -610,15 +645,15 @@ def run_shapes(
     else:
         figures, rows = evaluate_detection(model, val)
         more = dict(predictions=[row for row in rows if row["image_id"] < shown and row["score"] >= 0.3])
-    seconds = dict(training=round(trained - begin, 1), evaluation=round(time.perf_counter() - trained, 1))
+    seconds = dict(training=lines[-1]["seconds"], evaluation=round(time.perf_counter() - begin, 1))
     result = dict(head=head, model=name, schedule=asdict(schedule), options=SMALL[head], held_out=held_out)
     result |= dict(figures=figures, seconds=seconds, threads=torch.get_num_threads(), log=lines) | more
-    path = Path(folder, f"{head}_{name}.json")
     with written(path) as partial:
         partial.write_text(json.dumps(result))
     if weights is not None:
         with written(Path(weights)) as partial:
             save_model(model, str(partial))
+    path.with_suffix(".state").unlink()
     return path
 
 
