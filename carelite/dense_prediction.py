@@ -219,7 +219,8 @@ def mask_rcnn(
     Arguments: `num_classes`, the background, class 0, among them; `checkpoint`, `norms` and `drop_path_rate` as in
     `StageMaps`; `width`, channels of the pyramid and of the mask head (the box head has four times as many);
     `anchor_sizes` in pixels, one per level; images are enlarged or reduced until the shorter side has `min_size` or the
-    longer one `max_size` pixels; `box_samples`, proposals of an image that the box head learns from. Takes images in 0..1. Source: He et al. 2017; both papers' COCO results.
+    longer one `max_size` pixels; `box_samples`, proposals of an image that the box head learns from.
+    Takes images in 0..1. Source: He et al. 2017; both papers' COCO results.
     """
     maps = StageMaps(name, checkpoint=checkpoint, norms=norms, drop_path_rate=drop_path_rate)
     return MaskRCNN(
@@ -503,7 +504,7 @@ def collate(batch: Sequence[tuple]) -> tuple[tuple[Tensor, ...], tuple[dict, ...
 def dense_batches(
     dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0
 ) -> DataLoader:
-    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers` processes."""
+    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers`."""
     random = torch.Generator().manual_seed(seed)
     order = list(RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random))
     order = order[done * schedule.batch_size :]
@@ -512,7 +513,7 @@ def dense_batches(
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, for a file or folder that takes its place at the end unless something went wrong."""
+    """A temporary name beside `path`, for a file or folder that takes its place at the end unless something fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.stem}.partial{path.suffix}")
     try:
@@ -547,6 +548,20 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sche
     return state["lines"]
 
 
+def dense_step(model: nn.Module, images: Sequence[Tensor], targets: Sequence[dict], optimizer, step: int) -> dict:
+    """One step of a training, the `step`-th; returns the value of each loss. Raises as `train_dense` does."""
+    device = next(model.parameters()).device
+    targets = [{key: value.to(device) for key, value in target.items()} for target in targets]
+    losses = model([image.to(device) for image in images], targets)
+    values = {name: loss.item() for name, loss in losses.items()}
+    if not all(map(math.isfinite, values.values())):
+        raise FloatingPointError(f"the losses are {values} in step {step}: stopped before it. Try a lower lr.")
+    optimizer.zero_grad()
+    sum(losses.values()).backward()
+    optimizer.step()
+    return values
+
+
 def train_dense(
     model: nn.Module,
     dataset: Dataset,
@@ -557,7 +572,7 @@ def train_dense(
     state: str | Path | None = None,
     log: Callable[[dict], None] = print,
 ) -> list[dict]:
-    """Train any of the three models in place and leave it in eval mode; returns a line per 25 steps.
+    """Train any of the three models in place and leave it in eval mode; returns a line per 10 steps.
 
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
     once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
@@ -567,25 +582,15 @@ def train_dense(
     """
     torch.manual_seed(seed)
     model.train().to(memory_format=torch.channels_last)
-    device = next(model.parameters()).device
     optimizer = create_optimizer(model, TrainConfig(lr=schedule.lr, weight_decay=schedule.weight_decay))
     lines = [] if state is None else restore(Path(state), model, optimizer, schedule)
     done, before = (lines[-1]["step"], lines[-1]["seconds"]) if lines else (0, 0.0)
     rates, sums, begin = create_dense_schedule(optimizer, schedule), Counter(), time.perf_counter() - before
     rates.step_update(done)
     for step, (images, targets) in enumerate(dense_batches(dataset, schedule, seed, workers, done), done + 1):
-        images = [image.to(device) for image in images]
-        losses = model(images, [{key: value.to(device) for key, value in t.items()} for t in targets])
-        loss = sum(losses.values())
-        if not loss.isfinite():
-            parts = {name: value.item() for name, value in losses.items()}
-            raise FloatingPointError(f"the loss is {parts} in step {step}: stopped before it. Try a lower lr.")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        sums.update(dense_step(model, images, targets, optimizer, step) | {"steps": 1})
         rates.step_update(step)
-        sums.update({name: value.item() for name, value in losses.items()} | {"steps": 1})
-        if step % 25 == 0 or step == schedule.steps:
+        if step % 10 == 0 or step == schedule.steps:
             means = {name: round(total / sums["steps"], 4) for name, total in sums.items() if name != "steps"}
             lines.append(dict(step=step, seconds=round(time.perf_counter() - begin, 1)) | means)
             log(lines[-1])
@@ -612,6 +617,19 @@ RUNS = (  # head, backbone, steps
 )
 
 
+def judged(model: nn.Module, dataset: Dataset, shown: int) -> dict:
+    """The figures of a trained model, and what it says about the first `shown` images, as JSON can hold it."""
+    if isinstance(model, SemanticFPN):
+        figures, confusion = evaluate_segmentation(model, dataset)
+        labels = torch.arange(len(dataset.classes)).view(-1, 1, 1)
+        maps = [predict_dense(model, dataset[i][0])["semantic"] for i in range(shown)]
+        predictions = [run_lengths(semantic == labels) for semantic in maps]
+        return dict(figures=figures, confusion=confusion.tolist(), predictions=predictions)
+    figures, rows = evaluate_detection(model, dataset)
+    predictions = [row for row in rows if row["image_id"] < shown and row["score"] >= 0.3]
+    return dict(figures=figures, predictions=predictions)
+
+
 def run_shapes(
     head: str,
     name: str,
@@ -624,10 +642,10 @@ def run_shapes(
 ) -> Path:
     """Train one model on generated shapes, evaluate it on others, and write `folder`/HEAD_NAME.json; returns its path.
 
-    Arguments: `head`, a name of `HEADS`; `name`, a backbone; `steps` of the schedule "shapes"; `held_out`, images to evaluate on, of which the first
-    `shown` are stored with what is predicted; `weights`, a safetensors file for the weights, by default none. The file
-    has schedule, losses, figures, predictions and seconds. Both files are written whole or not at all; until then a file
-    .state beside them lets the same call go on after an interruption.
+    Arguments: `head`, a name of `HEADS`; `name`, a backbone; `steps` of the schedule "shapes"; `held_out`,
+    images to evaluate on, of which the first `shown` are stored with what is predicted; `weights`, a safetensors file
+    for the weights, by default none. The file has schedule, losses, figures, predictions and seconds. Both files are
+    written whole or not at all; until then HEAD_NAME.state lets the same call go on after an interruption.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r} is unknown: choose {', '.join(HEADS)}.")
@@ -637,17 +655,10 @@ def run_shapes(
     model, path = HEADS[head](name, len(train.classes), **SMALL[head]), Path(folder, f"{head}_{name}.json")
     lines = train_dense(model, train, schedule, state=path.with_suffix(".state"))
     begin = time.perf_counter()
-    if head == "semantic_fpn":
-        figures, confusion = evaluate_segmentation(model, val)
-        maps = [predict_dense(model, val[i][0])["semantic"] for i in range(shown)]
-        labels = torch.arange(len(val.classes)).view(-1, 1, 1)
-        more = dict(confusion=confusion.tolist(), predictions=[run_lengths(m == labels) for m in maps])
-    else:
-        figures, rows = evaluate_detection(model, val)
-        more = dict(predictions=[row for row in rows if row["image_id"] < shown and row["score"] >= 0.3])
+    found = judged(model, val, shown)
     seconds = dict(training=lines[-1]["seconds"], evaluation=round(time.perf_counter() - begin, 1))
     result = dict(head=head, model=name, schedule=asdict(schedule), options=SMALL[head], held_out=held_out)
-    result |= dict(figures=figures, seconds=seconds, threads=torch.get_num_threads(), log=lines) | more
+    result |= dict(seconds=seconds, threads=torch.get_num_threads(), log=lines) | found
     with written(path) as partial:
         partial.write_text(json.dumps(result))
     if weights is not None:
