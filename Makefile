@@ -38,5 +38,5 @@ figures: .venv/dev.ready              ## execute all notebooks and save their pi
 
 .venv/dev.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ".[notebooks,train,export,dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[notebooks,train,dense,export,dev]"
 	touch $@
