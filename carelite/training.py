@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -612,11 +611,12 @@ def training_step(run: Run, images: Tensor, labels: Tensor, step: int) -> float:
 @dataclass
 class Progress:
     """Where a training stands: `epoch`, counted from 1; `step`, steps done in it; `total`, the sum of their losses in
-    this process; `log`, a line for each finished epoch."""
+    this process; `seconds` of training so far; `log`, a line for each finished epoch."""
 
     epoch: int = 1
     step: int = 0
     total: float = 0.0
+    seconds: float = 0.0
     log: list[dict] = dataclasses.field(default_factory=list)
 
 
@@ -784,8 +784,12 @@ def open_run(
 def run_epochs(run: Run, splits: ImageSplits, batches: DataLoader, where: Progress, folder: Path, progress) -> None:
     """All epochs from `where` on; after each the main process writes log, weights and state to `folder`."""
     config, main = run.config, run.accelerator.is_main_process
-    begin = time.perf_counter() - (where.log[-1]["seconds"] if where.log else 0)
-    save = partial(save_state, run, where, splits.classes, folder / "state.pt")
+    begin = time.perf_counter() - where.seconds
+
+    def save():
+        where.seconds = time.perf_counter() - begin
+        save_state(run, where, splits.classes, folder / "state.pt")
+
     notes = dict(name=config.model, classes=splits.classes, image_size=config.image_size, attention=config.attention)
     disable = True if not main else None if progress is None else not progress
     total, done = config.epochs * len(batches), (where.epoch - 1) * len(batches) + where.step
