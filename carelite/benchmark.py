@@ -2,12 +2,12 @@
 
 # %% auto #0
 __all__ = ['CARE_PAPER', 'CAS_ZOO', 'TIMM_RESULTS', 'REPORTED', 'PEERS', 'FORMS', 'GROWTH', 'FUSED_AGAINST',
-           'prepare_for_inference', 'count_activations', 'count', 'milliseconds', 'measure', 'quartiles', 'ratio',
-           'best_device', 'Settings', 'torch_runner', 'onnx_runner', 'candidates', 'growth_network', 'grow',
+           'prepare_for_inference', 'count_activations', 'macs_of', 'count', 'milliseconds', 'measure', 'quartiles',
+           'ratio', 'best_device', 'Settings', 'torch_runner', 'onnx_runner', 'candidates', 'growth_network', 'grow',
            'processor', 'describe_machine', 'benchmark', 'save_result', 'times_of', 'spread', 'result_table',
            'ratio_table', 'plot_benchmark']
 
-# %% ../notebooks/15_benchmark.ipynb #4b80beab
+# %% ../notebooks/15_benchmark.ipynb #cell-005
 import copy
 import json
 import os
@@ -25,13 +25,14 @@ from jaxtyping import Float
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse as fold_conv_batchnorms
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backbone import Backbone, list_models
 from .export import import_onnxruntime, quiet, save_onnx
 from .fusion import fuse
 from .self_attention import count_macs
 
-# %% ../notebooks/15_benchmark.ipynb #75b8c009
+# %% ../notebooks/15_benchmark.ipynb #cell-008
 CARE_PAPER = "CARE, CVPR 2025, tables of results"
 CAS_ZOO = "model zoo of the official CAS-ViT code"
 TIMM_RESULTS = "timm, results-imagenet.csv"
@@ -52,7 +53,7 @@ REPORTED: dict[str, tuple[float, int, str]] = {
 }  # model → ImageNet-1K top-1 in percent, at this image size in pixels, according to
 PEERS = tuple(name for name in REPORTED if not name.startswith(("care", "cas_vit")))
 
-# %% ../notebooks/15_benchmark.ipynb #cab51f63
+# %% ../notebooks/15_benchmark.ipynb #cell-011
 def prepare_for_inference(model: nn.Module, image: Float[Tensor, "B 3 H W"]) -> tuple[nn.Module, str]:
     """The fastest equal form of a model in eval mode that is known here, and in words how it was made.
 
@@ -73,7 +74,7 @@ def prepare_for_inference(model: nn.Module, image: Float[Tensor, "B 3 H W"]) -> 
         raise ArithmeticError(f"the prepared form of {type(model).__name__} computes something else.")
     return prepared.eval(), how
 
-# %% ../notebooks/15_benchmark.ipynb #8e251134
+# %% ../notebooks/15_benchmark.ipynb #cell-014
 @torch.no_grad()
 def count_activations(model: nn.Module, image: Float[Tensor, "B C H W"]) -> int:
     """How many numbers the convolutions and linear layers of `model` put out for `image`."""
@@ -84,7 +85,13 @@ def count_activations(model: nn.Module, image: Float[Tensor, "B C H W"]) -> int:
         hook.remove()
     return sum(sizes)
 
-# %% ../notebooks/15_benchmark.ipynb #84bff467
+# %% ../notebooks/15_benchmark.ipynb #cell-016
+def macs_of(model: nn.Module, size: int) -> int:
+    """MACs of a model for one RGB image of `size`, the products inside fused attention included."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return count_macs(model, torch.zeros(1, 3, size, size))
+
+# %% ../notebooks/15_benchmark.ipynb #cell-017
 def count(name: str, model: nn.Module, size: int) -> dict:
     """Parameters, MACs and activations of a model for one image of `size`, and what is reported about it."""
     image = torch.zeros(1, 3, size, size)
@@ -92,13 +99,13 @@ def count(name: str, model: nn.Module, size: int) -> dict:
     return dict(
         image_size=size,
         parameters=sum(p.numel() for p in model.parameters()),
-        macs=count_macs(model, image),
+        macs=macs_of(model, size),
         activations=count_activations(model, image),
         top1=top1,
         source=source,
     )
 
-# %% ../notebooks/15_benchmark.ipynb #924b043b
+# %% ../notebooks/15_benchmark.ipynb #cell-023
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
     """The median time of `repeats` calls of `run`, in milliseconds."""
     times = []
@@ -108,7 +115,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
         times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times)
 
-# %% ../notebooks/15_benchmark.ipynb #360152f4
+# %% ../notebooks/15_benchmark.ipynb #cell-024
 @torch.inference_mode()
 def measure(runs: dict[str, Callable[[], object]], rounds: int, repeats: int, warmup: int) -> dict[str, list[float]]:
     """Time candidates in turn: per candidate one median, in milliseconds, for each of `rounds` rounds."""
@@ -120,19 +127,19 @@ def measure(runs: dict[str, Callable[[], object]], rounds: int, repeats: int, wa
             times[name].append(milliseconds(run, repeats))
     return times
 
-# %% ../notebooks/15_benchmark.ipynb #a9d911ea
+# %% ../notebooks/15_benchmark.ipynb #cell-025
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile."""
     if len(values) < 2:
         return (values[0],) * 3
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))
 
-# %% ../notebooks/15_benchmark.ipynb #4270cfa4
+# %% ../notebooks/15_benchmark.ipynb #cell-026
 def ratio(times: dict[str, list[float]], a: str, b: str) -> tuple[float, float, float]:
     """Quartiles of the ratio of a's time to b's, round by round."""
     return quartiles([x / y for x, y in zip(times[a], times[b])])
 
-# %% ../notebooks/15_benchmark.ipynb #bdf393e5
+# %% ../notebooks/15_benchmark.ipynb #cell-030
 FORMS = ("trained", "eager", "compiled", "onnxruntime", "onnxruntime trained")
 
 
@@ -140,10 +147,10 @@ def best_device() -> str:
     """cuda or mps where PyTorch finds one, else cpu."""
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
-# %% ../notebooks/15_benchmark.ipynb #60eb9674
+# %% ../notebooks/15_benchmark.ipynb #cell-031
 @dataclass(frozen=True)
 class Settings:
-    """What `benchmark` does. `image_size` 0 is each model's own, that of its reported accuracy; `threads` 0 leaves them.
+    """What `benchmark` does. `image_size` 0 is that of each model's reported accuracy; `threads` 0 leaves them.
 
     `models` run in the forms eager and onnxruntime; `all_forms` are those that run in every other form too. `device` is
     PyTorch's; ONNX Runtime runs on the CPU. `growth_sizes` are the resolutions, in pixels, of the last part.
@@ -174,7 +181,7 @@ class Settings:
         """The image size at which the model `name` is measured, in pixels."""
         return self.image_size or REPORTED.get(name, (0, 224))[1]
 
-# %% ../notebooks/15_benchmark.ipynb #5775f363
+# %% ../notebooks/15_benchmark.ipynb #cell-032
 def torch_runner(network: nn.Module, batch: int, size: int, settings: Settings, compiled=False) -> Callable[[], None]:
     """A call of `network` on `batch` images in PyTorch, finished when it returns; `compiled`, by torch.compile."""
     options = dict(device=settings.device, dtype=getattr(torch, settings.precision))
@@ -190,7 +197,7 @@ def torch_runner(network: nn.Module, batch: int, size: int, settings: Settings, 
 
     return run
 
-# %% ../notebooks/15_benchmark.ipynb #7a12d0d6
+# %% ../notebooks/15_benchmark.ipynb #cell-033
 def onnx_runner(network: nn.Module, batch: int, size: int, folder: Path) -> Callable[[], None]:
     """A call of `network` on `batch` images in ONNX Runtime, on the CPU, with PyTorch's number of threads."""
     runtime, path = import_onnxruntime(), folder / f"{id(network)}_{size}.onnx"
@@ -202,7 +209,7 @@ def onnx_runner(network: nn.Module, batch: int, size: int, folder: Path) -> Call
     feed = {"image": torch.randn(batch, 3, size, size).numpy()}
     return lambda: session.run(None, feed)
 
-# %% ../notebooks/15_benchmark.ipynb #b179effa
+# %% ../notebooks/15_benchmark.ipynb #cell-034
 def candidates(name: str, settings: Settings, folder: Path) -> tuple[dict, dict[tuple, Callable]]:
     """What is counted of a model, and what is timed of it: calls by (model, form, batch)."""
     size, every = settings.size_of(name), name in settings.all_forms
@@ -221,7 +228,7 @@ def candidates(name: str, settings: Settings, folder: Path) -> tuple[dict, dict[
                 runs[name, form, batch] = torch_runner(network, batch, size, settings, form == "compiled")
     return counted, runs
 
-# %% ../notebooks/15_benchmark.ipynb #a9f2a259
+# %% ../notebooks/15_benchmark.ipynb #cell-036
 GROWTH = {"CARE-S0": "care_s0", "CAS-ViT-XS": "cas_vit_xs", "softmax ViT-Ti/16": "vit_tiny_patch16_224"}
 
 
@@ -231,7 +238,7 @@ def growth_network(name: str) -> nn.Module:
     model = timm.create_model(name, **options).eval()
     return fuse(model) if isinstance(model, Backbone) else model
 
-# %% ../notebooks/15_benchmark.ipynb #694df9c4
+# %% ../notebooks/15_benchmark.ipynb #cell-037
 def grow(settings: Settings) -> dict[str, list[dict]]:
     """Per model of `GROWTH` and per size: pixels, MACs and the quartiles of the latency, taking turns in each size."""
     networks = {label: growth_network(name) for label, name in GROWTH.items()}
@@ -240,11 +247,11 @@ def grow(settings: Settings) -> dict[str, list[dict]]:
         runs = {label: torch_runner(network, 1, size, settings) for label, network in networks.items()}
         times = measure(runs, rounds=max(settings.rounds // 5, 1), repeats=1, warmup=1)
         for label, network in networks.items():
-            macs = count_macs(network, torch.zeros(1, 3, size, size))
+            macs = macs_of(network, size)
             table[label].append(dict(size=size, macs=macs, milliseconds=quartiles(times[label])))
     return table
 
-# %% ../notebooks/15_benchmark.ipynb #165890e0
+# %% ../notebooks/15_benchmark.ipynb #cell-039
 def processor() -> str:
     """What this machine calls its processor."""
     try:
@@ -253,7 +260,7 @@ def processor() -> str:
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
-# %% ../notebooks/15_benchmark.ipynb #c3565d17
+# %% ../notebooks/15_benchmark.ipynb #cell-040
 def describe_machine(settings: Settings) -> dict:
     """What a time depends on: processor, device, threads, and the versions of what ran."""
     versions = {"torch": torch.__version__, "timm": timm.__version__}
@@ -264,7 +271,7 @@ def describe_machine(settings: Settings) -> dict:
     device = torch.cuda.get_device_name() if settings.device.startswith("cuda") else settings.device
     return dict(processor=processor(), cores=os.cpu_count(), device=device, threads=torch.get_num_threads(), **versions)
 
-# %% ../notebooks/15_benchmark.ipynb #6f9158fb
+# %% ../notebooks/15_benchmark.ipynb #cell-041
 def benchmark(settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None) -> dict:
     """Count and time everything that `settings` name, on this machine; `progress` is told what happens.
 
@@ -291,7 +298,7 @@ def benchmark(settings: Settings = Settings(), progress: Callable[[str], None] =
     machine = describe_machine(settings)
     return dict(machine=machine, settings=asdict(settings), models=models, times=rows, growth=growth)
 
-# %% ../notebooks/15_benchmark.ipynb #e74920bc
+# %% ../notebooks/15_benchmark.ipynb #cell-042
 def save_result(result: dict, path: Path) -> None:
     """Write a result as JSON, times rounded to a microsecond."""
 
@@ -305,17 +312,17 @@ def save_result(result: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rounded(result), indent=1) + "\n")
 
-# %% ../notebooks/15_benchmark.ipynb #ab8910a4
+# %% ../notebooks/15_benchmark.ipynb #cell-043
 def times_of(result: dict) -> dict[tuple, list[float]]:
     """The rounds of a result, in milliseconds, by (model, form, batch)."""
     return {(row["model"], row["form"], row["batch"]): row["milliseconds"] for row in result["times"]}
 
-# %% ../notebooks/15_benchmark.ipynb #70c2063b
+# %% ../notebooks/15_benchmark.ipynb #cell-045
 def spread(low: float, middle: float, high: float, digits: int) -> str:
     """A median and the middle half, as in 12.3 (11.9 to 12.8)."""
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
-# %% ../notebooks/15_benchmark.ipynb #d4d6de4d
+# %% ../notebooks/15_benchmark.ipynb #cell-046
 def result_table(result: dict) -> str:
     """A result as a Markdown table: counted cost, reported accuracy, measured latency and throughput."""
     batch, times = result["settings"]["batch"], times_of(result)
@@ -333,12 +340,12 @@ def result_table(result: dict) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
-# %% ../notebooks/15_benchmark.ipynb #eff83712
+# %% ../notebooks/15_benchmark.ipynb #cell-047
 FUSED_AGAINST = (("eager", "trained"), ("onnxruntime", "onnxruntime trained"))
 
 
 def ratio_table(result: dict) -> str:
-    """Ratios of latencies as a Markdown table: each model of `all_forms` against its other forms and against the peers."""
+    """Ratios of latencies as a Markdown table: each model of `all_forms` against its other forms and the peers."""
     times = times_of(result)
     lines = ["| time of … | divided by that of … | PyTorch, eager | ONNX Runtime |", "|---|---|---|---|"]
     ours = [name for name in result["settings"]["all_forms"] if name in result["models"]]
@@ -353,7 +360,7 @@ def ratio_table(result: dict) -> str:
             lines.append(f"| `{name}` | `{peer}` | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
-# %% ../notebooks/15_benchmark.ipynb #4b63a573
+# %% ../notebooks/15_benchmark.ipynb #cell-056
 def plot_benchmark(result: dict):
     """A matplotlib figure of reported accuracy against measured latency, in eager PyTorch and in ONNX Runtime."""
     from matplotlib.figure import Figure
@@ -370,7 +377,8 @@ def plot_benchmark(result: dict):
             error = [[m - low for low, m, _ in bars], [high - m for _, m, high in bars]]
             axes.errorbar(x, y, xerr=error, marker=marker, linestyle=line, label=label, capsize=2)
             for name, *place in zip(names, x, y):
-                axes.annotate(name, place, xytext=(4, -10), textcoords="offset points", fontsize=8)
+                where = (4, 5) if start else (4, -11)  # peers below their point, so that names stay apart
+                axes.annotate(name, place, xytext=where, textcoords="offset points", fontsize=8)
         axes.set(xscale="log", xlabel="latency at batch 1 (ms), middle half of the rounds", title=form)
         axes.margins(x=0.2)
         left_limit, right_limit = axes.get_xlim()

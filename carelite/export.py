@@ -71,7 +71,7 @@ class Packaged(nn.Module):
 
 # %% ../notebooks/13_export.ipynb #cell-025
 def prepare(model: nn.Module, mean: Sequence[float], std: Sequence[float], pyramid: bool = False) -> nn.Module:
-    """The network that is exported: `model` fused, on the CPU, in float32, for images in 0..255; `model` is left as it is.
+    """The network that is exported: `model`, which is left as it is, fused, in float32, for images in 0..255.
 
     With `pyramid` without what stands behind the last stage, which then does not reach the file.
     """
@@ -145,7 +145,7 @@ def normalisation_of(model: nn.Module, mean, std) -> tuple[tuple[float, ...], tu
 # %% ../notebooks/13_export.ipynb #cell-034
 @dataclass(frozen=True)
 class Request:
-    """What an export was asked for, checked: size (height, width), labels or None, mean and std, names of the results."""
+    """What an export was asked for, checked: size (height, width), labels or None, mean, std, names of the results."""
 
     path: Path
     size: tuple[int, int]
@@ -286,7 +286,7 @@ EXPORTER, OPSET = "torch.onnx", 18
 
 
 def save_onnx(module: nn.Module, path: Path, size: tuple[int, int], outputs: Sequence[str], notes: dict[str, str]):
-    """Write an ONNX file of any module on images (B, 3, H, W) of `size`, B free, that returns `outputs`, by these names."""
+    """Write an ONNX file of any module on images (B, 3, H, W) of `size`, B free, with `outputs` by these names."""
     with quiet(), torch.no_grad():
         program = torch.onnx.export(
             module.eval(),

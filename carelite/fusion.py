@@ -219,7 +219,7 @@ def fuse_care_block(block: CAREBlock) -> FusedCAREBlock | CAREBlock:
 
 # %% ../notebooks/12_fusion.ipynb #cell-045
 class FusedLinearAttention(LinearAttention):
-    """The same attention as `attention`, with Q and K both divided by 4√N, so that no sum leaves the range of float16."""
+    """What `attention` computes, with Q and K both divided by 4√N, so that no sum leaves the range of float16."""
 
     def __init__(self, attention: LinearAttention):
         nn.Module.__init__(self)

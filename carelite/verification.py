@@ -516,7 +516,7 @@ class Report:
 
 # %% ../notebooks/14_verification.ipynb #cell-081
 def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
-    """Of the values that a compressed constant's `parts` can express, those nearest to the model's `tensor`; float64."""
+    """Of the values that a compressed constant's `parts` can express, those nearest to `tensor`; in float64."""
     weights = tensor.double()
     if "lut" in parts:
         table = parts["lut"].double().unique()
@@ -600,8 +600,8 @@ def compare_classes(program: Program, results: dict, wanted: Tensor, report: Rep
 def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: dict, report: Report):
     """Run the package on the images and compare its outputs by name; writes to `report`.
 
-    `wanted` are the original model's outputs. `reference` are those of the fused network with the package's own weights,
-    which a float16 or compressed package is held to; a float32 package is held to the original.
+    `wanted` are the original model's outputs. `reference` are those of the fused network with the package's own
+    weights, which a float16 or compressed package is held to; a float32 package is held to the original.
     """
     results, rounded = program(images), program(images[:ROUNDED_IMAGES], rounding=True)
     exact = (report.precision, report.compression) == ("float32", "none")
@@ -713,8 +713,9 @@ def verify(
 ) -> Report:
     """Check a saved package against the model it was made from, on images, without Core ML.
 
-    Arguments: `package`, a path; `model`, a carelite model, left as it is; `images`, RGB bytes of the package's size, by
-    default a hundred `real_images`; `mean` and `std` as the model was trained with, by default those of `model.pretrained_cfg`.
+    Arguments: `package`, a path; `model`, a carelite model, left as it is; `images`, RGB bytes of the package's size,
+    by default a hundred `real_images`; `mean` and `std` as the model was trained with, by default those of
+    `model.pretrained_cfg`.
     Checks that every constant is the fused model's, bit for bit (compressed: the nearest that can be stored), that
     outputs agree (float32: with the model's, to 1e-4; float16: with those of the weights rounded to float16, to 2e-5;
     both times the largest value where that exceeds 1), that classes agree with the model's, and size and labels. What
