@@ -109,17 +109,17 @@ def pooled(x: Float[Tensor, "B C H W"], grid: int) -> Float[Tensor, "B C H2 W2"]
     return F.adaptive_avg_pool2d(x, [min(grid, side) for side in x.shape[-2:]])
 
 # %% ../notebooks/16_attention_family.ipynb #cell-033
-def pseudo_inverse(a: Float[Tensor, "*batch L L"], iterations: int = 6) -> Float[Tensor, "*batch L L"]:
+def pseudo_inverse(matrix: Float[Tensor, "*batch L L"], iterations: int = 6) -> Float[Tensor, "*batch L L"]:
     """The Moore–Penrose pseudo-inverse of each matrix without negative entries, by products alone, of third order.
 
     The start is scaled by norms of each matrix, not of the batch's, so that an image's result is its own.
     Source: Xiong et al. 2021, section 3 (after Razavi et al. 2014).
     """
-    norm_1, norm_inf = (a.sum(dim=dim, keepdim=True).amax(dim=(-2, -1), keepdim=True) for dim in (-2, -1))
-    z = a.transpose(-2, -1) / (norm_1 * norm_inf)
+    norm_1, norm_inf = (matrix.sum(dim=dim, keepdim=True).amax(dim=(-2, -1), keepdim=True) for dim in (-2, -1))
+    z = matrix.transpose(-2, -1) / (norm_1 * norm_inf)
     for _ in range(iterations):
-        az = a @ z
-        z = (13 * z - z @ (15 * az - az @ (7 * az - az @ az))) / 4
+        mz = matrix @ z
+        z = (13 * z - z @ (15 * mz - mz @ (7 * mz - mz @ mz))) / 4
     return z
 
 # %% ../notebooks/16_attention_family.ipynb #cell-036
@@ -176,7 +176,7 @@ class FocusedLinearAttention(HeadedMixer):
 class AgentAttention(HeadedMixer):
     """Agent attention: a few agents read all tokens, all tokens read the agents. A mixer (B, C, H, W) → (B, C, H, W).
 
-    softmax(q aᵀ/√dₕ) · softmax(a kᵀ/√dₕ) · v, plus a 3×3 depthwise convolution of v; the agents a are queries' means.
+    softmax(q gᵀ/√dₕ) · softmax(g kᵀ/√dₕ) · v, plus a 3×3 depthwise convolution of v; the agents g are queries' means.
     Arguments as in `HeadedMixer`; `grid`, at most grid² agents. Source: Han et al. 2024 (Agent Attention); its biases,
     tied to one size of map, are left out.
     """
@@ -244,7 +244,7 @@ class MLLAMixer(LinearAttention):
         q, k = rotate(q, angles), rotate(k, angles)
         return ((v @ k.transpose(-2, -1)) @ q / (normaliser + 1e-6)).reshape(x.shape)
 
-# %% ../notebooks/16_attention_family.ipynb #cell-080
+# %% ../notebooks/16_attention_family.ipynb #cell-084
 ATTENTIONS = {
     "softmax": SoftmaxAttention,
     "linear": LinearAttention,
