@@ -7,7 +7,7 @@ __all__ = ['ATTENTION_ONLY', 'POINTWISE', 'KEEPS_EXPANSION', 'CARE_VARIANTS', 'C
            'build_variant', 'count', 'far_marks', 'ReadFirstToken', 'textures', 'Task', 'generated', 'prepare', 'fit',
            'row_entropy', 'ablate', 'read_results', 'missing_runs', 'run_ablations', 'default_plan']
 
-# %% ../notebooks/10_ablations.ipynb #a4d537c4
+# %% ../notebooks/10_ablations.ipynb #cell-005
 import json
 import math
 import platform
@@ -34,12 +34,12 @@ from .linear_attention import LinearAttention
 from .self_attention import count_macs
 from .training import TrainConfig, create_optimizer, create_schedule, evaluate, train_epoch, training_batches
 
-# %% ../notebooks/10_ablations.ipynb #a6c7ad74
+# %% ../notebooks/10_ablations.ipynb #cell-010
 def fitting_heads(dim: int, head_dim: int) -> int:
     """The number of heads that divides `dim` channels into heads of a width as near to `head_dim` as can be."""
     return min((h for h in range(1, dim + 1) if dim % h == 0), key=lambda h: abs(dim / h - head_dim))
 
-# %% ../notebooks/10_ablations.ipynb #9e723a31
+# %% ../notebooks/10_ablations.ipynb #cell-013
 def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
     """A `mixer` of CARE with d₁ = `ratio`·d, 0 < ratio < 1, rounded so that d₂ is even, as two local kernels need it.
 
@@ -53,7 +53,7 @@ def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
 
     return mixer
 
-# %% ../notebooks/10_ablations.ipynb #6d263018
+# %% ../notebooks/10_ablations.ipynb #cell-017
 def stacked(dim: int, num_heads: int, global_mixer, local_mixer) -> nn.Sequential:
     """A `mixer` of CARE in which all d channels go through local, global and again local learner.
 
@@ -72,7 +72,7 @@ def local_only(dim: int, num_heads: int, global_mixer, local_mixer) -> nn.Module
     """A `mixer` of CARE in which all d channels go through the local learner."""
     return local_mixer(dim)
 
-# %% ../notebooks/10_ablations.ipynb #34651b79
+# %% ../notebooks/10_ablations.ipynb #cell-019
 class FeaturesOnly(nn.Module):
     """Inter₂ without memory: [Z, Y] → [Z, Inter(Y)]. An `inter2` of CARE, (B, C, H, W) → (B, C, H, W).
 
@@ -88,7 +88,7 @@ class FeaturesOnly(nn.Module):
         memory, features = x.split(self.dims, dim=1)  # (B, m, H, W), (B, d, H, W)
         return torch.cat([memory, self.interaction(features)], dim=1)
 
-# %% ../notebooks/10_ablations.ipynb #c5fcefe0
+# %% ../notebooks/10_ablations.ipynb #cell-022
 def pointwise(interaction: Callable[[int, int], nn.Module]) -> Callable[[int, int], nn.Module]:
     """An `inter1`, `inter2` or `last_inter2` of CARE without the 3×3 depthwise convolution inside."""
 
@@ -99,7 +99,7 @@ def pointwise(interaction: Callable[[int, int], nn.Module]) -> Callable[[int, in
 
     return build
 
-# %% ../notebooks/10_ablations.ipynb #ccde0c8d
+# %% ../notebooks/10_ablations.ipynb #cell-024
 class SharedCATM(CATM):
     """CATM with one Φ for queries and keys instead of one each. Arguments as in `CATM`."""
 
@@ -107,7 +107,7 @@ class SharedCATM(CATM):
         super().__init__(dim, num_heads, **parts)
         self.context_k = self.context_q
 
-# %% ../notebooks/10_ablations.ipynb #3df01047
+# %% ../notebooks/10_ablations.ipynb #cell-026
 @dataclass(frozen=True)
 class Variant:
     """One ablation: the model's class, the parts that replace the paper's, and in words what differs."""
@@ -127,7 +127,7 @@ ATTENTION_ONLY = dict(mixer=global_only, global_mixers=(LinearAttention,) * 4)
 POINTWISE = dict(inter1=pointwise(Interaction), inter2=pointwise(Interaction), last_inter2=pointwise(Expansion))
 KEEPS_EXPANSION = "keeps its expansion of [Z, Y], which makes the features that the heads read"
 
-# %% ../notebooks/10_ablations.ipynb #59c50d47
+# %% ../notebooks/10_ablations.ipynb #cell-027
 CARE_VARIANTS = {
     "care": Variant(CARE, {}, "nothing"),
     "symmetric": Variant(CARE, dict(mixer=split_at(1 / 2)), "d₁ = d₂ = d/2"),
@@ -154,7 +154,7 @@ CARE_VARIANTS = {
     "no_layer_scale": Variant(CARE, dict(layer_scale=nn.Identity), "no layer scale", "has none in any case"),
 }
 
-# %% ../notebooks/10_ablations.ipynb #11db16bc
+# %% ../notebooks/10_ablations.ipynb #cell-028
 CAS_VIT_VARIANTS = {
     "cas_vit": Variant(CASViT, {}, "nothing"),
     "no_spatial": Variant(CASViT, dict(mixers=(partial(CATM, spatial=nn.Identity),) * 4), "no spatial interaction"),
@@ -164,7 +164,7 @@ CAS_VIT_VARIANTS = {
 }
 VARIANTS = CARE_VARIANTS | CAS_VIT_VARIANTS
 
-# %% ../notebooks/10_ablations.ipynb #3a0f126e
+# %% ../notebooks/10_ablations.ipynb #cell-032
 SMALL = {
     CARE: CAREConfig((1, 1, 1), (12, 24, 48), ((2, 2), (2, 2), (2, 2)), (1, 1, 1)),
     CASViT: CASViTConfig((1, 1, 1), (12, 24, 48)),
@@ -184,7 +184,7 @@ def build_variant(name: str, cfg: CAREConfig | CASViTConfig | None = None, **kwa
     model.pretrained_cfg = default_cfg(num_classes=model.num_classes)
     return model
 
-# %% ../notebooks/10_ablations.ipynb #16c131c1
+# %% ../notebooks/10_ablations.ipynb #cell-036
 def count(model: nn.Module, image_size: int) -> dict[str, int]:
     """What `model` has and does for one RGB image of `image_size` pixels a side.
 
@@ -200,7 +200,7 @@ def count(model: nn.Module, image_size: int) -> dict[str, int]:
     model.train(training)
     return dict(parameters=sum(p.numel() for p in model.parameters()), macs=macs, activations=sum(written))
 
-# %% ../notebooks/10_ablations.ipynb #3e4e7772
+# %% ../notebooks/10_ablations.ipynb #cell-043
 RINGS = (2, 5, 8, 10)  # distances of the second mark, in cells of 16 pixels
 COLOURS = ((230, 40, 40), (40, 200, 40), (60, 60, 240), (230, 210, 40))
 
@@ -229,14 +229,14 @@ def far_marks(count: int, seed: int) -> tuple[UInt8[Tensor, "N 3 176 176"], list
     images = cells.flatten(4, 5).flatten(2, 3)  # (N, 3, 44, 44)
     return images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3), (index % 2).tolist()
 
-# %% ../notebooks/10_ablations.ipynb #9b1a23d4
+# %% ../notebooks/10_ablations.ipynb #cell-053
 class ReadFirstToken(nn.Module):
     """In the place of a pooling: the features of the top left token, (B, C, H, W) → (B, C)."""
 
     def forward(self, x: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C"]:
         return x[:, :, 0, 0]
 
-# %% ../notebooks/10_ablations.ipynb #f89a4ed1
+# %% ../notebooks/10_ablations.ipynb #cell-055
 LAG = 4  # squares of 4 pixels: from a cell of 16 pixels to the same place in the next one
 TEXTURES = ("horizontal", "vertical", "diagonal", "antidiagonal")
 
@@ -258,7 +258,7 @@ def textures(count: int, seed: int, flip: float = 0.1) -> tuple[UInt8[Tensor, "N
     images = (96 + 64 * squares).to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
     return images.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3), [i % 4 for i in range(count)]
 
-# %% ../notebooks/10_ablations.ipynb #1f938072
+# %% ../notebooks/10_ablations.ipynb #cell-060
 @dataclass(frozen=True)
 class Task:
     """A data set that tells variants apart: `splits()`, what `TrainConfig` needs, and what the heads read.
@@ -286,7 +286,7 @@ TASKS = {
     "textures": Task(partial(generated, textures, TEXTURES), STILL | dict(image_size=64, epochs=12, batch_size=32)),
 }
 
-# %% ../notebooks/10_ablations.ipynb #d1f1244d
+# %% ../notebooks/10_ablations.ipynb #cell-061
 def prepare(variant: str, task: str, seed: int) -> tuple[nn.Module, ImageSplits, TrainConfig]:
     """The small model of `variant` with random weights, what it is to learn, and how, for one run of `task`."""
     splits, config = TASKS[task].splits(), TrainConfig(**TASKS[task].recipe, seed=seed)
@@ -309,7 +309,7 @@ def fit(config: TrainConfig, splits: ImageSplits, model: nn.Module) -> nn.Module
         train_epoch(model, batches, optimizer, schedule, config, epoch, tqdm(disable=True))
     return model.eval()
 
-# %% ../notebooks/10_ablations.ipynb #0813d1ff
+# %% ../notebooks/10_ablations.ipynb #cell-063
 @torch.no_grad()
 def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | None:
     """Entropy of the first token's row in the last linear attention of `model`, as a share of log N; mean over heads.
@@ -331,7 +331,7 @@ def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | N
     rows = similarity / similarity.sum(dim=-1, keepdim=True)
     return (torch.special.entr(rows).sum(dim=-1).mean() / math.log(rows.shape[-1])).item()
 
-# %% ../notebooks/10_ablations.ipynb #46fb0377
+# %% ../notebooks/10_ablations.ipynb #cell-064
 def ablate(variant: str, task: str, seed: int) -> dict:
     """Train the small model of `variant` on `task` once and say what came out: a line of the results.
 
@@ -361,7 +361,7 @@ def ablate(variant: str, task: str, seed: int) -> dict:
         threads=torch.get_num_threads(),
     )
 
-# %% ../notebooks/10_ablations.ipynb #ebe87ac2
+# %% ../notebooks/10_ablations.ipynb #cell-066
 def read_results(path: str | Path) -> list[dict]:
     """The lines of a file of results; none where there is no file. Raises ValueError for a damaged line."""
     path = Path(path)
@@ -398,7 +398,7 @@ def run_ablations(plan: Sequence[tuple[str, str, int]], path: str | Path, comman
             file.write(json.dumps(line) + "\n")
         yield line
 
-# %% ../notebooks/10_ablations.ipynb #8023a98c
+# %% ../notebooks/10_ablations.ipynb #cell-067
 def default_plan() -> list[tuple[str, str, int]]:
     """The stored runs: every variant on digits, and on the generated tasks those that these are made for."""
     local = ("care", "no_global", "no_local", "attention_only", "kernel_3", "stacked")
