@@ -267,7 +267,7 @@ def load_folder_splits(
     ]
     return ImageSplits(parts[0], FittedImages(parts[1], image_size), classes)
 
-# %% ../notebooks/08_data.ipynb #cell-083
+# %% ../notebooks/08_data.ipynb #cell-085
 def read_idx(path: Path) -> np.ndarray:
     """The array of bytes in a file of the idx format, also compressed (.gz). Source: LeCun's description of MNIST."""
     data = bytearray((gzip.open if path.suffix == ".gz" else open)(path, "rb").read())
@@ -296,7 +296,7 @@ def load_fashion_mnist_splits(image_size: int = 32, root: str | Path = "data") -
 
     return ImageSplits(read("train"), FittedImages(read("t10k"), image_size), tuple(FashionMNIST.classes))
 
-# %% ../notebooks/08_data.ipynb #cell-086
+# %% ../notebooks/08_data.ipynb #cell-088
 def load_splits(
     data: str, image_size: int, *, seed: int = 0, skip_faults: bool = False, train_images: int = 0
 ) -> ImageSplits:
@@ -319,12 +319,12 @@ def load_splits(
     drawn = np.random.default_rng(seed).permutation(len(splits.train))[:train_images]
     return replace(splits, train=Subset(splits.train, drawn.tolist()))
 
-# %% ../notebooks/08_data.ipynb #cell-089
+# %% ../notebooks/08_data.ipynb #cell-091
 def as_pillow(image: Image.Image | Tensor) -> Image.Image:
     """An image as Pillow has it."""
     return VF.to_pil_image(image) if isinstance(image, Tensor) else image
 
-# %% ../notebooks/08_data.ipynb #cell-090
+# %% ../notebooks/08_data.ipynb #cell-093
 def keep_a_bit(policy) -> None:
     """Let timm's posterizing keep a bit: its highest level keeps none, and that Pillow 13 refuses."""
     for operation in (op for part in policy.transforms for op in getattr(part, "ops", ())):
@@ -336,7 +336,7 @@ def posterize(image: Image.Image, bits: int, **unused) -> Image.Image:
     """Keep the upper `bits` of each colour, at least one."""
     return ImageOps.posterize(image, min(max(bits, 1), 8))
 
-# %% ../notebooks/08_data.ipynb #cell-091
+# %% ../notebooks/08_data.ipynb #cell-094
 def training_transform(
     image_size: int,
     *,
@@ -377,7 +377,7 @@ def training_transform(
         steps.append(v2.RandomAffine(rotation, (shift, shift), (1 - zoom, 1 + zoom)))
     return v2.Compose(steps)
 
-# %% ../notebooks/08_data.ipynb #cell-093
+# %% ../notebooks/08_data.ipynb #cell-096
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
     """Inside, the random numbers of Python, NumPy and torch follow from `key`, integers from 0; afterwards it is as
@@ -394,7 +394,7 @@ def seeded(*key: int) -> Iterator[None]:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
 
-# %% ../notebooks/08_data.ipynb #cell-094
+# %% ../notebooks/08_data.ipynb #cell-097
 class AugmentedImages(Dataset):
     """The images of `dataset` changed by `transform`; an item is asked for by (epoch, index).
 
