@@ -8,9 +8,11 @@ __all__ = ['ATTENTION_ONLY', 'POINTWISE', 'KEEPS_EXPANSION', 'CARE_VARIANTS', 'C
            'row_entropy', 'ablate', 'read_results', 'missing_runs', 'run_ablations', 'default_plan']
 
 # %% ../notebooks/10_ablations.ipynb #cell-005
+import contextlib
 import json
 import math
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from .data import ImageSplits, load_digits_splits, normalise
 from .dual_interaction import Expansion, Interaction
 from .linear_attention import LinearAttention
 from .self_attention import count_macs
-from .training import TrainConfig, create_optimizer, create_schedule, evaluate, train_epoch, training_batches
+from .training import TrainConfig, evaluate, train
 
 # %% ../notebooks/10_ablations.ipynb #cell-010
 def fitting_heads(dim: int, head_dim: int) -> int:
@@ -298,16 +300,9 @@ def prepare(variant: str, task: str, seed: int) -> tuple[nn.Module, ImageSplits,
 
 
 def fit(config: TrainConfig, splits: ImageSplits, model: nn.Module) -> nn.Module:
-    """Train `model` as `config` says; returned in eval mode."""
-    from tqdm import tqdm
-
-    batches = training_batches(splits, config)
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = create_optimizer(model, config)
-    schedule = create_schedule(optimizer, config, len(batches))
-    for epoch in range(1, config.epochs + 1):
-        train_epoch(model, batches, optimizer, schedule, config, epoch, tqdm(disable=True))
-    return model.eval()
+    """Train `model` as `config` says, without keeping files; returned in eval mode."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        return train(config, splits, folder, model=model, progress=False)
 
 # %% ../notebooks/10_ablations.ipynb #cell-063
 @torch.no_grad()

@@ -118,8 +118,9 @@ class CARE(Backbone):
         **ends,
     ):
         channels = [m + d for m, d in zip(cfg.memory_dims, cfg.dims)]
-        columns = dict(dims=cfg.dims, ratios=cfg.ratios, num_heads=cfg.num_heads, global_mixers=global_mixers)
-        drop_paths = plan_drop_paths(drop_path_rate, depths=cfg.depths, **columns)
+        columns = dict(dims=cfg.dims, ratios=cfg.ratios, num_heads=cfg.num_heads)
+        mixers = global_mixers[: len(cfg.depths)]  # a model of fewer stages takes the first ones
+        drop_paths = plan_drop_paths(drop_path_rate, depths=cfg.depths, global_mixers=mixers, **columns)
         stages = []
         for s, depth in enumerate(cfg.depths):
             (r1, r2), blocks = cfg.ratios[s], []

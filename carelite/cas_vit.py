@@ -120,7 +120,8 @@ class CASViT(Backbone):
         mlp_ratio: float = 4,
         **head_options,
     ):
-        columns = dict(dims=cfg.dims, mixers=mixers, num_heads=num_heads)
+        number = len(cfg.depths)  # a model of fewer stages takes the first mixers
+        columns = dict(dims=cfg.dims, mixers=mixers[:number], num_heads=num_heads[:number])
         drop_paths = plan_drop_paths(drop_path_rate, depths=cfg.depths, **columns)
         stages = []
         for s, (depth, dim) in enumerate(zip(cfg.depths, cfg.dims)):

@@ -191,7 +191,7 @@ def test_bad_arguments(name):
 @pytest.mark.parametrize(
     "build, message",
     (
-        (lambda: carelite.CARE(global_mixers=(Strips,) * 5), "global_mixers has 5 entries.*4 stages"),
+        (lambda: carelite.CARE(global_mixers=(Strips,) * 3), "global_mixers has 3 entries.*4 stages"),
         (lambda: carelite.CARE(replace(carelite.CARE_CONFIGS["care_s0"], depths=(1, 1, 1))), "dims has 4.*3 stages"),
         (lambda: carelite.CARE(replace(carelite.CARE_CONFIGS["care_s0"], depths=(1, 1, 1, 0))), "at least one block"),
         (lambda: carelite.CASViT(mixers=(Strips,) * 3), "mixers has 3 entries.*4 stages"),
