@@ -195,15 +195,19 @@ def learners_of(mixer: nn.Module, dim: int) -> tuple[list[int], list[nn.Module]]
     return [mixer.dims[0], *(conv.in_channels for conv in convs)], [mixer.global_mixer, *convs]
 
 
-def fuse_care_block(block: CAREBlock) -> FusedCAREBlock:
+def fuse_care_block(block: CAREBlock) -> FusedCAREBlock | CAREBlock:
     """The fused form of a CARE block whose BatchNorms are folded already.
 
-    Raises ValueError for a block with another interaction or layer scale than the paper's.
+    A block with another interaction or layer scale than the paper's, as ablations have, keeps its form.
     """
     last, both, scale = type(block) is LastCAREBlock, block.interaction, block.layer_scale
     kinds = type(both), type(getattr(both, "inter2", None)), type(scale)
     if kinds != (DualInteraction, Expansion if last else Interaction, nn.Identity if last else LayerScale2d):
-        raise ValueError(f"no rule fuses a CARE block of {', '.join(kind.__name__ for kind in kinds)}.")
+        if isinstance(scale, LayerScale2d):  # a depthwise 1×1 convolution: its weight is exported as it is
+            gamma = scale.gamma.detach()
+            stand_in = nn.Conv2d(len(gamma), len(gamma), 1, groups=len(gamma)).to(gamma)
+            block.layer_scale = with_weights(stand_in, gamma.view(-1, 1, 1, 1), torch.zeros_like(gamma))
+        return block
     inter2, gamma = both.inter2, None
     sizes, learners = learners_of(block.mixer, inter2.expand.in_channels - block.memory_dim)
     layers = OrderedDict(expand=inter2.expand, act=inter2.act, depthwise=inter2.depthwise)
@@ -294,7 +298,7 @@ def fuse(model: nn.Module, mean: Sequence[float] | None = None, std: Sequence[fl
     Arguments: `model`, in eval mode; `mean` and `std`, one number per image channel on the scale 0..1: given both, the
     result takes images in 0..255 and normalises them itself.
     Raises TypeError for what is no carelite model; ValueError for one in training mode and for a part that no rule
-    covers, such as an ablation.
+    covers.
     """
     if not isinstance(model, Backbone):
         raise TypeError(f"fuse takes a carelite model such as CARE, got {type(model).__name__}.")
