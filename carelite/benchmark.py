@@ -135,7 +135,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))
 
 # %% ../notebooks/15_benchmark.ipynb #cell-026
-def ratio(times: dict[str, list[float]], a: str, b: str) -> tuple[float, float, float]:
+def ratio(times: dict, a: str, b: str) -> tuple[float, float, float]:
     """Quartiles of the ratio of a's time to b's, round by round."""
     return quartiles([x / y for x, y in zip(times[a], times[b])])
 

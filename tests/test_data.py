@@ -196,8 +196,8 @@ def test_changes_repeat_with_the_seed_and_differ_between_epochs(recipe):
     assert sorted(first[1].tolist()) == sorted(later[1].tolist())  # the same images
     for images, _ in (later, other):
         assert not torch.equal(first[0], images)
-    changed = AugmentedImages(StackDataset(torch.zeros(1, 3, 8, 8), [0]), lambda image: torch.rand(1).item(), 0)
-    assert len({changed[epoch, 0][0] for epoch in range(5)}) == 5
+    changed = AugmentedImages(StackDataset(torch.zeros(1, 3, 8, 8), [0]), lambda image: torch.rand(1), 0)
+    assert len({changed[epoch, 0][0].item() for epoch in range(5)}) == 5
 
 
 def test_workers_change_nothing_and_share_no_random_numbers():
