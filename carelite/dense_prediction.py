@@ -611,7 +611,7 @@ SMALL = {  # what makes the heads fit images of 128 pixels
 
 RUNS = (  # head, backbone, steps
     ("mask_rcnn", "care_s0", 250),
-    ("retinanet", "cas_vit_xs", 300),
+    ("retinanet", "cas_vit_xs", 500),
     ("semantic_fpn", "care_s0", 200),
     ("semantic_fpn", "cas_vit_xs", 200),
 )

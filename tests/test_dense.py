@@ -114,10 +114,10 @@ def test_semantic_loss_looks_at_labelled_pixels_only():
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
             module.p = 0.0
-    images, targets = batch((64, 96), (64, 96))
-    targets[0]["semantic"][:, 40:] = IGNORE
+    images, targets = batch((64, 90), (64, 96))  # the first is padded
+    targets[0]["semantic"][:, 40:50] = IGNORE
     (loss,) = model(images, targets).values()
-    inputs = torch.stack([(image - model.mean) / model.std for image in images])
+    inputs = dense.padded([(image - model.mean) / model.std for image in images])
     scores = model.logits(inputs).log_softmax(1)
     right = torch.stack([scores[i, :, y, x][label] for i, t in enumerate(targets) for y, x, label in labelled(t)])
     torch.testing.assert_close(loss, -right.mean())
