@@ -252,6 +252,14 @@ def test_coco_file_with_everything_real_ones_have(coco):
     assert (turned.float() - stored.rot90(-1, (1, 2)).float()).abs().max() == 0
 
 
+def test_an_image_that_stands_on_its_head_is_turned(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    Image.fromarray(np.arange(60 * 80, dtype=np.uint8).reshape(60, 80)).save(tmp_path / "a.jpg", exif=exif)
+    stored = np.asarray(Image.open(tmp_path / "a.jpg").convert("RGB"))
+    assert (np.asarray(dense.open_as_annotated(tmp_path / "a.jpg", (60, 80))) == stored[::-1, ::-1]).all()
+
+
 def test_coco_boxes_alone_need_no_polygons(coco):
     dataset = CocoDataset(*coco(), masks=False)
     assert dataset.counts["without polygon"] == 0 and "masks" not in dataset[0][1]
