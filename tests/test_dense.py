@@ -114,10 +114,10 @@ def test_semantic_loss_looks_at_labelled_pixels_only():
     for module in model.modules():
         if isinstance(module, nn.Dropout2d):
             module.p = 0.0
-    images, targets = batch((64, 96), (64, 96))
-    targets[0]["semantic"][:, 40:] = IGNORE
+    images, targets = batch((64, 90), (64, 96))  # the first is padded
+    targets[0]["semantic"][:, 40:50] = IGNORE
     (loss,) = model(images, targets).values()
-    inputs = torch.stack([(image - model.mean) / model.std for image in images])
+    inputs = dense.padded([(image - model.mean) / model.std for image in images])
     scores = model.logits(inputs).log_softmax(1)
     right = torch.stack([scores[i, :, y, x][label] for i, t in enumerate(targets) for y, x, label in labelled(t)])
     torch.testing.assert_close(loss, -right.mean())
@@ -250,6 +250,14 @@ def test_coco_file_with_everything_real_ones_have(coco):
     stored, _ = dataset[3]
     assert stored.shape == (3, 60, 80)
     assert (turned.float() - stored.rot90(-1, (1, 2)).float()).abs().max() == 0
+
+
+def test_an_image_that_stands_on_its_head_is_turned(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    Image.fromarray(np.arange(60 * 80, dtype=np.uint8).reshape(60, 80)).save(tmp_path / "a.jpg", exif=exif)
+    stored = np.asarray(Image.open(tmp_path / "a.jpg").convert("RGB"))
+    assert (np.asarray(dense.open_as_annotated(tmp_path / "a.jpg", (60, 80))) == stored[::-1, ::-1]).all()
 
 
 def test_coco_boxes_alone_need_no_polygons(coco):
