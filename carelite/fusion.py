@@ -63,12 +63,12 @@ def fold_after(conv: nn.Conv2d, scale: Float[Tensor, "D"], shift: Float[Tensor, 
 def fold_before(scale: Float[Tensor, "C"], shift: Float[Tensor, "C"], conv: nn.Conv2d) -> nn.Conv2d:
     """The convolution that computes conv(scale·x + shift), scale and shift per input channel.
 
-    Raises ValueError for a padded convolution and any shift but 0: the border sees zeros, and must see the shift.
+    Raises ValueError for a padded convolution and any shift but 0: the border would see the shift, and must see zeros.
     """
     if conv.padding not in ((0, 0), "valid") and bool(shift.any()):
         raise ValueError(
             f"a convolution with padding={conv.padding} cannot take in the scale and shift before it: "
-            "its border would see zeros where it must see the shift."
+            "its border would see the shift where it must see zeros."
         )
     weight, bias = double_weight_and_bias(conv)
     grouped = weight.unflatten(0, (conv.groups, -1))  # (g, D/g, C/g, kH, kW)
