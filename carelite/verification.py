@@ -8,7 +8,7 @@ __all__ = ['MARKER', 'STORED', 'FLOATS', 'TENSORS', 'PLAIN', 'OPERATIONS', 'TOLE
            'compare_constant', 'compare_constants', 'compare_classes', 'compare_outputs', 'Recorder', 'departures',
            'predict_with_coreml', 'compare_coreml', 'compare', 'verify']
 
-# %% ../notebooks/14_verification.ipynb #e070e1ab
+# %% ../notebooks/14_verification.ipynb #cell-005
 import copy
 import inspect
 import json
@@ -31,7 +31,7 @@ from torchvision.transforms.v2 import functional as VF
 from .data import load_digits_splits
 from .export import Packaged, import_coremltools, normalisation_of, original_outputs, prepare, trace
 
-# %% ../notebooks/14_verification.ipynb #048ec919
+# %% ../notebooks/14_verification.ipynb #cell-012
 def real_images(size: tuple[int, int], count: int = 100) -> UInt8[Tensor, "B 3 H W"]:
     """`count` real images of `size` (height, width) as RGB bytes: half digits, half crops of two photographs.
 
@@ -52,7 +52,7 @@ def real_images(size: tuple[int, int], count: int = 100) -> UInt8[Tensor, "B 3 H
         images.append(VF.resized_crop(photo, top, left, side, side, list(size), antialias=True))
     return torch.stack(images)
 
-# %% ../notebooks/14_verification.ipynb #2e490bd4
+# %% ../notebooks/14_verification.ipynb #cell-020
 class PackageError(ValueError):
     """A package that cannot be read, or that asks for something the evaluator does not know."""
 
@@ -60,7 +60,7 @@ class PackageError(ValueError):
 MARKER = 0xDEADBEEF
 STORED = {1: torch.float16, 2: torch.float32, 3: torch.uint8, 4: torch.int8}  # type code in the weight file → dtype
 
-# %% ../notebooks/14_verification.ipynb #8936290d
+# %% ../notebooks/14_verification.ipynb #cell-021
 def read_record(data: bytearray, start: int) -> tuple[Tensor, int]:
     """The record whose header stands at byte `start`: its values, flat, and the byte at which the next one starts.
 
@@ -81,7 +81,7 @@ def read_record(data: bytearray, start: int) -> tuple[Tensor, int]:
         raise PackageError("the padding is not zero.")
     return torch.frombuffer(data, dtype=STORED[code], count=size // width, offset=offset), following
 
-# %% ../notebooks/14_verification.ipynb #1e69252e
+# %% ../notebooks/14_verification.ipynb #cell-022
 @contextmanager
 def located(where: str) -> Iterator[None]:
     """Put `where` in front of the message of whatever goes wrong inside, as a PackageError."""
@@ -90,7 +90,7 @@ def located(where: str) -> Iterator[None]:
     except Exception as error:
         raise PackageError(f"{where}: {error}") from error
 
-# %% ../notebooks/14_verification.ipynb #f8bf4383
+# %% ../notebooks/14_verification.ipynb #cell-023
 def read_weights(path: Path) -> dict[int, Tensor]:
     """All records of a weight file, flat and in their stored dtype, by the byte at which each starts.
 
@@ -110,7 +110,7 @@ def read_weights(path: Path) -> dict[int, Tensor]:
             raise PackageError(f"{len(data) - start} bytes follow the last of {count} records.")
     return records
 
-# %% ../notebooks/14_verification.ipynb #76c46ae2
+# %% ../notebooks/14_verification.ipynb #cell-026
 def read_model(path: Path):
     """The protobuf of a package's model, and the file it lies in. Raises PackageError where it cannot be read."""
     proto = import_coremltools().proto.Model_pb2
@@ -122,7 +122,7 @@ def read_model(path: Path):
             raise PackageError(f"it holds a {model.WhichOneof('Type')}; the evaluator knows ML programs only.")
     return model, file
 
-# %% ../notebooks/14_verification.ipynb #cc421212
+# %% ../notebooks/14_verification.ipynb #cell-029
 def declared(value_type) -> tuple[str, tuple[int, ...]]:
     """Name and shape of a type in the protobuf; a dictionary is ("DICTIONARY", ()).
 
@@ -139,7 +139,7 @@ def declared(value_type) -> tuple[str, tuple[int, ...]]:
         raise PackageError("a shape that is not fixed is unknown to the evaluator.")
     return names[tensor.dataType].name, tuple(d.constant.size for d in tensor.dimensions)
 
-# %% ../notebooks/14_verification.ipynb #8b93781e
+# %% ../notebooks/14_verification.ipynb #cell-030
 FLOATS = {"FLOAT16": torch.float16, "FLOAT32": torch.float32}
 TENSORS = FLOATS | {"INT8": torch.int8, "UINT8": torch.uint8, "UINT32": torch.uint32}
 PLAIN = {"INT32": "ints", "BOOL": "bools", "STRING": "strings"}  # type → the field that holds its values
@@ -171,7 +171,7 @@ def decode(value, weights: dict[int, Tensor]):
     values = list(getattr(tensor, PLAIN[kind]).values)
     return values if shape else values[0]
 
-# %% ../notebooks/14_verification.ipynb #225a2cf4
+# %% ../notebooks/14_verification.ipynb #cell-033
 OPERATIONS: dict[str, Callable] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
@@ -187,19 +187,19 @@ OPERATIONS: dict[str, Callable] = {
     "reshape": lambda x, shape: x.reshape(shape),
 }  # name of an operation → what it computes; its parameters are the operation's, also by name
 
-# %% ../notebooks/14_verification.ipynb #18bd0267
+# %% ../notebooks/14_verification.ipynb #cell-035
 def operation(function: Callable) -> Callable:
     """Add a function to the operations that the evaluator knows: `_conv` is `conv`, its parameters are conv's."""
     OPERATIONS[function.__name__.removeprefix("_")] = function
     return function
 
-# %% ../notebooks/14_verification.ipynb #9b82694c
+# %% ../notebooks/14_verification.ipynb #cell-036
 @operation
 def _matmul(x, y, transpose_x=False, transpose_y=False):
     """Matrix product of the last two axes, either of them transposed on request."""
     return (x.mT if transpose_x else x) @ (y.mT if transpose_y else y)
 
-# %% ../notebooks/14_verification.ipynb #333410aa
+# %% ../notebooks/14_verification.ipynb #cell-037
 @operation
 def _conv(x, weight, bias=None, strides=(1, 1), pad_type="valid", pad=(0, 0, 0, 0), dilations=(1, 1), groups=1):
     """A convolution; `pad` is (top, bottom, left, right) and counts where `pad_type` is "custom"."""
@@ -210,7 +210,7 @@ def _conv(x, weight, bias=None, strides=(1, 1), pad_type="valid", pad=(0, 0, 0, 
         x = F.pad(x, (left, right, top, bottom))
     return F.conv2d(x, weight, bias, tuple(strides), 0, tuple(dilations), groups)
 
-# %% ../notebooks/14_verification.ipynb #81b1e775
+# %% ../notebooks/14_verification.ipynb #cell-038
 @operation
 def _gelu(x, mode="EXACT"):
     """x times the normal distribution function of x."""
@@ -218,7 +218,7 @@ def _gelu(x, mode="EXACT"):
         raise PackageError(f"mode {mode!r} is unknown to the evaluator.")
     return x * (1 + torch.erf(x / 2**0.5)) / 2
 
-# %% ../notebooks/14_verification.ipynb #4c44ab83
+# %% ../notebooks/14_verification.ipynb #cell-039
 @operation
 def _layer_norm(x, axes, gamma=None, beta=None, epsilon=1e-5):
     """Mean 0 and variance 1 over axes, then scale and shift where there are any."""
@@ -227,13 +227,13 @@ def _layer_norm(x, axes, gamma=None, beta=None, epsilon=1e-5):
     x = x if gamma is None else x * gamma
     return x if beta is None else x + beta
 
-# %% ../notebooks/14_verification.ipynb #41763cc9
+# %% ../notebooks/14_verification.ipynb #cell-040
 @operation
 def _split(x, axis, split_sizes=None, num_splits=None):
     """Parts of given sizes, or a number of equal parts, along an axis."""
     return x.split(split_sizes, axis) if split_sizes is not None else x.tensor_split(num_splits, axis)
 
-# %% ../notebooks/14_verification.ipynb #60a5437c
+# %% ../notebooks/14_verification.ipynb #cell-041
 @operation
 def _concat(values, axis, interleave=False):
     """The values one after the other along an axis."""
@@ -241,7 +241,7 @@ def _concat(values, axis, interleave=False):
         raise PackageError("interleave is unknown to the evaluator.")
     return torch.cat(values if isinstance(values, list) else [values], axis)
 
-# %% ../notebooks/14_verification.ipynb #036529d6
+# %% ../notebooks/14_verification.ipynb #cell-042
 @operation
 def _upsample_nearest_neighbor(x, scale_factor_height=1, scale_factor_width=1):
     """Every pixel `scale_factor_height` × `scale_factor_width` times; whole numbers only."""
@@ -249,7 +249,7 @@ def _upsample_nearest_neighbor(x, scale_factor_height=1, scale_factor_width=1):
         raise PackageError("a scale factor that is not a whole number is unknown to the evaluator.")
     return x.repeat_interleave(int(scale_factor_height), -2).repeat_interleave(int(scale_factor_width), -1)
 
-# %% ../notebooks/14_verification.ipynb #42022e86
+# %% ../notebooks/14_verification.ipynb #cell-043
 @operation
 def _upsample_bilinear(x, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None):
     """Linear between pixels, along both axes."""
@@ -258,7 +258,7 @@ def _upsample_bilinear(x, scale_factor_height=1, scale_factor_width=1, align_cor
     factors = (float(scale_factor_height), float(scale_factor_width))
     return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=align_corners)
 
-# %% ../notebooks/14_verification.ipynb #a8782509
+# %% ../notebooks/14_verification.ipynb #cell-044
 @operation
 def _cast(x, dtype):
     """Another type. All arithmetic here is float32, so only the type declared for the result counts: see `Step`."""
@@ -266,14 +266,14 @@ def _cast(x, dtype):
         raise PackageError(f"dtype {dtype!r} is unknown to the evaluator.")
     return x
 
-# %% ../notebooks/14_verification.ipynb #ec324bf8
+# %% ../notebooks/14_verification.ipynb #cell-045
 @operation
 def _classify(probabilities, classes):
     """The most probable label, and the probabilities by label."""
     probabilities = probabilities.flatten()
     return classes[int(probabilities.argmax())], dict(zip(classes, probabilities.tolist()))
 
-# %% ../notebooks/14_verification.ipynb #1d967ca1
+# %% ../notebooks/14_verification.ipynb #cell-049
 @operation
 def _constexpr_lut_to_dense(indices, lut, shape):
     """lut[i] for the numbers i packed in `indices`, lowest bit first, in the given shape."""
@@ -284,7 +284,7 @@ def _constexpr_lut_to_dense(indices, lut, shape):
     numbers = (bits.view(count, width).int() << torch.arange(width)).sum(dim=1)
     return lut[numbers].view(shape.tolist())
 
-# %% ../notebooks/14_verification.ipynb #73cf4dd7
+# %% ../notebooks/14_verification.ipynb #cell-050
 @operation
 def _constexpr_affine_dequantize(quantized_data, zero_point, scale, axis):
     """scale · (number − zero point), one scale and zero point per index of `axis`, in the dtype of the scale."""
@@ -292,7 +292,7 @@ def _constexpr_affine_dequantize(quantized_data, zero_point, scale, axis):
     numbers = quantized_data.float() - zero_point.float().view(shape)
     return (scale.float().view(shape) * numbers).to(scale.dtype)
 
-# %% ../notebooks/14_verification.ipynb #c27539ce
+# %% ../notebooks/14_verification.ipynb #cell-053
 @dataclass(frozen=True)
 class Step:
     """One operation of a program: its type, where it stands, the names it reads, and what it declares to write."""
@@ -316,7 +316,7 @@ class Step:
             named[name] = result.half().float() if rounding and kind == "FLOAT16" else result
         return named
 
-# %% ../notebooks/14_verification.ipynb #4f210589
+# %% ../notebooks/14_verification.ipynb #cell-054
 def check_parameters(kind: str, given: Iterable[str]):
     """Raise PackageError for an operation that the evaluator does not know, or not with these parameters."""
     if kind not in OPERATIONS:
@@ -327,7 +327,7 @@ def check_parameters(kind: str, given: Iterable[str]):
     if missing := [n for n, p in parameters.items() if p.default is p.empty and n not in given]:
         raise PackageError(f"parameter {missing[0]!r} is missing.")
 
-# %% ../notebooks/14_verification.ipynb #527a5bed
+# %% ../notebooks/14_verification.ipynb #cell-055
 def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> Step:
     """The step of a protobuf operation. Constants written inside it join `stored` under a name of their own.
 
@@ -348,7 +348,7 @@ def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> St
             raise PackageError(f"results of type {kind} are unknown to the evaluator.")
     return Step(op.type, where, arguments, outputs)
 
-# %% ../notebooks/14_verification.ipynb #8aebef92
+# %% ../notebooks/14_verification.ipynb #cell-058
 def image_input(description) -> tuple[str, tuple[int, int], bool]:
     """Name and (height, width) of a package's one image, and whether it asks for the channels as BGR.
 
@@ -363,7 +363,7 @@ def image_input(description) -> tuple[str, tuple[int, int], bool]:
         raise PackageError("an image that is not RGB or BGR of one fixed size is unknown to the evaluator.")
     return description.input[0].name, (image.height, image.width), orders[image.colorSpace]
 
-# %% ../notebooks/14_verification.ipynb #ee62c7ad
+# %% ../notebooks/14_verification.ipynb #cell-059
 def check_names(program):
     """Raise PackageError where a step reads what nothing before it writes, or an output is never written."""
     known = {program.input, *program.stored}
@@ -374,7 +374,7 @@ def check_names(program):
     if missing := [name for name in program.outputs if name not in known]:
         raise PackageError(f"the output {missing[0]!r} is never written.")
 
-# %% ../notebooks/14_verification.ipynb #0a705d15
+# %% ../notebooks/14_verification.ipynb #cell-060
 class StoredProgram:
     """What a saved ML program consists of, prepared to run.
 
@@ -424,7 +424,7 @@ class StoredProgram:
         """How many operations of each type the program has; constants are none."""
         return Counter(step.type for step in self.steps)
 
-# %% ../notebooks/14_verification.ipynb #f7c20da8
+# %% ../notebooks/14_verification.ipynb #cell-062
 class Program(StoredProgram):
     """A saved ML program, evaluated operation by operation in torch; see `StoredProgram`."""
 
@@ -454,7 +454,7 @@ class Program(StoredProgram):
         columns = {name: [row[name] for row in rows] for name in self.outputs}
         return {name: torch.cat(c) if isinstance(c[0], Tensor) else c for name, c in columns.items()}
 
-# %% ../notebooks/14_verification.ipynb #a6c1b747
+# %% ../notebooks/14_verification.ipynb #cell-063
 def load_program(path: str | Path) -> Program:
     """Read a saved package: its manifest, its protobuf and its weight file.
 
@@ -467,7 +467,7 @@ def load_program(path: str | Path) -> Program:
     model, file = read_model(path)
     return Program(model, read_weights(file.parent / "weights" / "weight.bin"))
 
-# %% ../notebooks/14_verification.ipynb #69e2c832
+# %% ../notebooks/14_verification.ipynb #cell-068
 def rounded_to_half(network: nn.Module) -> nn.Module:
     """`network`, in place, with tensors and LayerNorms' eps rounded to float16, to be run in float32."""
     for module in network.modules():
@@ -475,17 +475,17 @@ def rounded_to_half(network: nn.Module) -> nn.Module:
             module.eps = float(torch.tensor(module.eps).half())
     return network.half().float()
 
-# %% ../notebooks/14_verification.ipynb #e8a93240
+# %% ../notebooks/14_verification.ipynb #cell-078
 def bits(x: Tensor) -> Tensor:
     """The bit patterns of float16 or float32 values, as integers."""
     return x.contiguous().view(torch.int16 if x.dtype == torch.float16 else torch.int32)
 
-# %% ../notebooks/14_verification.ipynb #974e15a6
+# %% ../notebooks/14_verification.ipynb #cell-079
 def package_names(network: nn.Module) -> dict[str, Tensor]:
     """The network's tensors by the name that a package gives them: Core ML allows letters, digits and underscores."""
     return {"network_" + re.sub(r"\W", "_", name): tensor for name, tensor in network.state_dict().items()}
 
-# %% ../notebooks/14_verification.ipynb #3a2fe17c
+# %% ../notebooks/14_verification.ipynb #cell-081
 @dataclass
 class Report:
     """What `verify` found: `ok` where there is no fault, `str(report)` to read, and the figures by name."""
@@ -531,7 +531,7 @@ class Report:
         ]
         return "\n".join(lines)
 
-# %% ../notebooks/14_verification.ipynb #6022bad9
+# %% ../notebooks/14_verification.ipynb #cell-083
 def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
     """Of the values that a compressed constant's `parts` can express, those nearest to `tensor`; in float64."""
     weights = tensor.double()
@@ -541,7 +541,7 @@ def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
     scale = parts["scale"].double().view([-1 if i == parts["axis"] else 1 for i in range(tensor.dim())])
     return (weights / scale).round().clamp(-127, 127) * scale
 
-# %% ../notebooks/14_verification.ipynb #d4ad997e
+# %% ../notebooks/14_verification.ipynb #cell-084
 def compare_constant(name: str, stored: Tensor, tensor: Tensor, parts: dict | None, report: Report) -> bool:
     """Compare one constant with the model's tensor, and write to `report`; returns whether it is right."""
     fault = ""
@@ -563,7 +563,7 @@ def compare_constant(name: str, stored: Tensor, tensor: Tensor, parts: dict | No
         report.faults.append(f"constant {name!r}: {fault}.")
     return not fault
 
-# %% ../notebooks/14_verification.ipynb #278bed05
+# %% ../notebooks/14_verification.ipynb #cell-085
 def compare_constants(program: Program, network: nn.Module, report: Report):
     """Compare the package's constants with the network's tensors by name, bit for bit; writes to `report`.
 
@@ -590,12 +590,12 @@ def compare_constants(program: Program, network: nn.Module, report: Report):
             report.faults.append(f"the model's {key!r} is missing from the package.")
     report.faults += [f"nothing uses the record at byte {start} of the weight file." for start in program.unused]
 
-# %% ../notebooks/14_verification.ipynb #5abef8a3
+# %% ../notebooks/14_verification.ipynb #cell-087
 TOLERANCE = {"float32": 1e-4, "float16": 2e-5}  # of outputs: see `compare_outputs` for what each is compared with
 AGREEMENT = {"float32": 1.0, "float16": 0.99}  # share of the images whose class must be PyTorch's
 ROUNDED_IMAGES = 8  # rounding mode looks for overflow, and a few images show it
 
-# %% ../notebooks/14_verification.ipynb #8728d442
+# %% ../notebooks/14_verification.ipynb #cell-088
 def compare_classes(program: Program, results: dict, wanted: Tensor, report: Report):
     """Compare classes with those of PyTorch's logits `wanted`, and labels with the package's own list.
 
@@ -613,7 +613,7 @@ def compare_classes(program: Program, results: dict, wanted: Tensor, report: Rep
     elif results.get("classLabel") != [program.labels[i] for i in found]:
         report.faults.append("the package's label is not that of its largest logit.")
 
-# %% ../notebooks/14_verification.ipynb #5bc0e083
+# %% ../notebooks/14_verification.ipynb #cell-089
 def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: dict, report: Report):
     """Run the package on the images and compare its outputs by name; writes to `report`.
 
@@ -640,7 +640,7 @@ def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: d
     if "logits" in wanted:
         compare_classes(program, results, wanted["logits"], report)
 
-# %% ../notebooks/14_verification.ipynb #5d531125
+# %% ../notebooks/14_verification.ipynb #cell-091
 DEPARTED = 1e-3  # of the largest value; a constant like 1/N, rounded to float16, moves its product by half of that
 
 
@@ -655,7 +655,7 @@ class Recorder(torch.fx.Interpreter):
         self.values[node.name] = super().run_node(node)
         return self.values[node.name]
 
-# %% ../notebooks/14_verification.ipynb #a0b3ecbd
+# %% ../notebooks/14_verification.ipynb #cell-092
 def departures(program: Program, network: nn.Module, outputs: Sequence[str], image: UInt8[Tensor, "3 H W"]) -> dict:
     """For every step with a counterpart in PyTorch's graph: the difference, relative to the largest value there."""
     recorder = Recorder(trace(network, program.image_size, outputs).module())
@@ -668,7 +668,7 @@ def departures(program: Program, network: nn.Module, outputs: Sequence[str], ima
                 found[step.where] = float((values[name] - node).abs().max() / node.abs().max().clamp(min=1e-12))
     return found
 
-# %% ../notebooks/14_verification.ipynb #bf55036c
+# %% ../notebooks/14_verification.ipynb #cell-094
 def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     """Core ML's own outputs for an RGB image in 0..255, a dictionary; for a batch of images a list of them.
 
@@ -684,7 +684,7 @@ def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     results = [model.predict({name: Image.fromarray(one.permute(1, 2, 0).numpy())}) for one in batch]
     return results if image.dim() == 4 else results[0]
 
-# %% ../notebooks/14_verification.ipynb #12bf6327
+# %% ../notebooks/14_verification.ipynb #cell-095
 def compare_coreml(path: Path, images: Tensor, wanted: dict, report: Report):
     """Where Core ML exists, run it on a few images and write what it gives to `report`."""
     if sys.platform != "darwin":
@@ -698,7 +698,7 @@ def compare_coreml(path: Path, images: Tensor, wanted: dict, report: Report):
         lines.append(f"{name}: largest difference {difference:.1e}, largest entry the same in {same} of {len(found)}")
     report.coreml = "; ".join(lines)
 
-# %% ../notebooks/14_verification.ipynb #f2212178
+# %% ../notebooks/14_verification.ipynb #cell-096
 @torch.no_grad()
 def compare(program: Program, model: nn.Module, images: Tensor, mean, std, report: Report) -> dict[str, Tensor]:
     """Compare a package's constants and outputs with the model's; writes to `report`, returns the model's outputs."""
@@ -724,7 +724,7 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
         report.departure = first and f"{first}, by {relative[first]:.1e} of its largest value"
     return wanted
 
-# %% ../notebooks/14_verification.ipynb #efe93c7e
+# %% ../notebooks/14_verification.ipynb #cell-097
 def verify(
     package: str | Path, model: nn.Module, images: UInt8[Tensor, "B 3 H W"] | None = None, *, mean=None, std=None
 ) -> Report:
