@@ -112,7 +112,7 @@ def test_export_of_what_was_not_trained(tmp_path, capsys):
             main(["export", *source[:1], str(tmp_path / "model.mlpackage"), *source[1:]])
         assert status.value.code == 2
     errors = capsys.readouterr().err
-    assert "--random-weights" in errors and "another variant" in errors
+    assert "--random-weights" in errors and "another model" in errors
     assert {p.name for p in tmp_path.iterdir()} == {"random.onnx", "official.pth"}
 
 
