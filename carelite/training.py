@@ -9,7 +9,7 @@ __all__ = ['SHARES', 'FRACTIONS', 'NOT_NEGATIVE', 'IMAGENET', 'PRESETS', 'FREE',
            'restore', 'train_epoch', 'end_epoch', 'plot_learning_curve', 'plot_confusion', 'open_run', 'run_epochs',
            'train', 'peak_memory', 'measure_training']
 
-# %% ../notebooks/09_training.ipynb #8e46e031
+# %% ../notebooks/09_training.ipynb #cell-005
 import dataclasses
 import importlib
 import itertools
@@ -46,12 +46,12 @@ from torch.utils.data import DataLoader, Dataset
 from .backbone import HEADS, MIN_SIZE, create_model, default_cfg, list_models
 from .data import AugmentedImages, EpochSampler, ImageSplits, normalise, seeded, training_transform
 
-# %% ../notebooks/09_training.ipynb #89963a2f
+# %% ../notebooks/09_training.ipynb #cell-020
 SHARES = ("alpha", "flip", "erasing")
 FRACTIONS = ("label_smoothing", "drop_path_rate", "ema_decay", "shift", "zoom")
 NOT_NEGATIVE = ("lr_batch", "train_images", "color_jitter", "mixup", "cutmix", "seed", "workers", "checkpoint_steps")
 
-# %% ../notebooks/09_training.ipynb #90c437ee
+# %% ../notebooks/09_training.ipynb #cell-021
 def check_config(config: Any) -> None:
     """Raise ValueError, naming the field and what it may be, where a value of `config` is out of range."""
     part = config.batch_size // max(config.accumulation, 1)
@@ -90,7 +90,7 @@ def check_config(config: Any) -> None:
         if not holds:
             raise ValueError(f"{field} must be {wanted}; got {getattr(config, field)!r}.")
 
-# %% ../notebooks/09_training.ipynb #a6440e4f
+# %% ../notebooks/09_training.ipynb #cell-022
 @dataclass(frozen=True)
 class TrainConfig:
     """A training run: all that decides its result besides the images and the number of processes.
@@ -157,7 +157,7 @@ class TrainConfig:
     def __post_init__(self):
         check_config(self)
 
-# %% ../notebooks/09_training.ipynb #042c7ee4
+# %% ../notebooks/09_training.ipynb #cell-025
 IMAGENET = TrainConfig(
     image_size=224, epochs=300, batch_size=128, warmup_epochs=20, drop_path_rate=0.1, crop_scale=0.08, flip=0.5,
     auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, shift=0.0, rotation=0.0, zoom=0.0,
@@ -174,7 +174,7 @@ PRESETS = {
     ),
 }  # fmt: skip
 
-# %% ../notebooks/09_training.ipynb #f239a135
+# %% ../notebooks/09_training.ipynb #cell-029
 def write_config(config: TrainConfig, path: str | Path) -> None:
     """Write `config` as JSON, for `read_config`."""
     write_text(Path(path), json.dumps(asdict(config), indent=2) + "\n")
@@ -197,7 +197,7 @@ def write_text(path: Path, text: str) -> None:
     partial.write_text(text)
     partial.replace(path)
 
-# %% ../notebooks/09_training.ipynb #803b21b1
+# %% ../notebooks/09_training.ipynb #cell-030
 def peak_lr(config: TrainConfig, processes: int = 1) -> float:
     """The peak learning rate of a step of `config.batch_size` images in each of `processes`."""
     return config.lr * config.batch_size * processes / config.lr_batch if config.lr_batch else config.lr
@@ -209,7 +209,7 @@ def create_optimizer(model: nn.Module, config: TrainConfig, processes: int = 1) 
         model, "adamw", lr=peak_lr(config, processes), weight_decay=config.weight_decay, fused=True
     )
 
-# %% ../notebooks/09_training.ipynb #6df32b8a
+# %% ../notebooks/09_training.ipynb #cell-035
 def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps_per_epoch: int) -> Scheduler:
     """Warm-up from 1e-6, then cosine to `min_lr`; call `step_update(t)` after step t. Source: official code."""
     schedule, _ = create_scheduler_v2(
@@ -224,7 +224,7 @@ def create_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps
     )
     return schedule
 
-# %% ../notebooks/09_training.ipynb #34d4c3ae
+# %% ../notebooks/09_training.ipynb #cell-045
 def training_batches(splits: ImageSplits, config: TrainConfig, rank: int = 0, processes: int = 1) -> DataLoader:
     """Full batches of changed training images in an order that seed and epoch decide; what is left over is dropped.
 
@@ -254,7 +254,7 @@ def training_batches(splits: ImageSplits, config: TrainConfig, rank: int = 0, pr
         pin_memory=torch.cuda.is_available(),
     )
 
-# %% ../notebooks/09_training.ipynb #68e51558
+# %% ../notebooks/09_training.ipynb #cell-048
 def augment_batch(
     inputs: Float[Tensor, "B 3 H W"], labels: Int64[Tensor, " B"], num_classes: int, config: TrainConfig, step: int
 ) -> tuple[Float[Tensor, "B 3 H2 W2"], Float[Tensor, "B K"]]:
@@ -276,13 +276,13 @@ def augment_batch(
         inputs[:even], targets[:even] = mix(inputs[:even], labels[:even])
     return inputs, targets
 
-# %% ../notebooks/09_training.ipynb #737613c0
+# %% ../notebooks/09_training.ipynb #cell-055
 def mean_and_std(model: nn.Module) -> tuple[Sequence[float], Sequence[float]]:
     """What `model` wants its images normalised with: its `pretrained_cfg`'s, or ImageNet's where it has none."""
     cfg = getattr(model, "pretrained_cfg", None) or default_cfg()
     return cfg["mean"], cfg["std"]
 
-# %% ../notebooks/09_training.ipynb #0d2968d1
+# %% ../notebooks/09_training.ipynb #cell-056
 def distillation_loss(
     outputs: tuple[Float[Tensor, "B K"], Float[Tensor, "B K"]],
     targets: Float[Tensor, "B K"],
@@ -302,7 +302,7 @@ def distillation_loss(
         taught = F.kl_div(log_p, log_q, log_target=True, reduction="batchmean") * config.temperature**2
     return (1 - config.alpha) * F.cross_entropy(logits, targets) + config.alpha * taught
 
-# %% ../notebooks/09_training.ipynb #95d00370
+# %% ../notebooks/09_training.ipynb #cell-057
 def load_teacher(spec: str, classes: Sequence[str]) -> nn.Module:
     """The teacher that `spec` names, in eval mode, without gradients.
 
@@ -332,7 +332,7 @@ def teach(teacher: nn.Module, inputs: Float[Tensor, "B 3 H W"], student: nn.Modu
     )
     return teacher((inputs * std + mean - own_mean) / own_std)
 
-# %% ../notebooks/09_training.ipynb #2b51a451
+# %% ../notebooks/09_training.ipynb #cell-060
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """What a model says about a data set: `logits` (N, K), and the true `labels` (N,)."""
@@ -367,7 +367,7 @@ class Evaluation:
         """The accuracy on the images of each class, NaN for a class without images."""
         return self.confusion.diagonal() / self.confusion.sum(dim=1)
 
-# %% ../notebooks/09_training.ipynb #4edf03ba
+# %% ../notebooks/09_training.ipynb #cell-061
 @torch.no_grad()
 def evaluate(
     model: nn.Module, dataset: Dataset, batch_size: int = 256, *, workers: int = 0, accelerator: Any = None
@@ -397,7 +397,7 @@ def evaluate(
         model.train(training)
     return Evaluation(*map(torch.cat, zip(*parts)))
 
-# %% ../notebooks/09_training.ipynb #fcfffbed
+# %% ../notebooks/09_training.ipynb #cell-064
 @dataclass(frozen=True)
 class CheckpointMeta:
     """What is saved beside the weights: the model's `name`, its `classes` by index, `image_size`, `mean` and `std`;
@@ -414,7 +414,7 @@ class CheckpointMeta:
         """The keywords of `create_model` beyond those of every model."""
         return {"attention": self.attention} if self.attention else {}
 
-# %% ../notebooks/09_training.ipynb #07966548
+# %% ../notebooks/09_training.ipynb #cell-065
 def save_checkpoint(
     model: nn.Module,
     path: str | Path,
@@ -445,7 +445,7 @@ def save_checkpoint(
     finally:
         partial.unlink(missing_ok=True)
 
-# %% ../notebooks/09_training.ipynb #865d2254
+# %% ../notebooks/09_training.ipynb #cell-066
 def read_meta(path: str | Path) -> CheckpointMeta:
     """The notes in a file that `save_checkpoint` wrote. Raises FileNotFoundError, or ValueError where it has none."""
     path = Path(path)
@@ -477,7 +477,7 @@ def load_checkpoint(path: str | Path) -> tuple[nn.Module, CheckpointMeta]:
         raise ValueError(f"{path} names {len(meta.classes)} classes, but its weights have {model.num_classes}.")
     return model.eval(), meta
 
-# %% ../notebooks/09_training.ipynb #b5ac5f6f
+# %% ../notebooks/09_training.ipynb #cell-071
 def start_model(config: TrainConfig, classes: Sequence[str]) -> tuple[nn.Module, str]:
     """The model of a run, and a line that says what it starts from.
 
@@ -503,7 +503,7 @@ def start_model(config: TrainConfig, classes: Sequence[str]) -> tuple[nn.Module,
     kept = len(model.state_dict()) - len(fresh)
     return model, f"{config.init}: {kept} tensors kept, {len(fresh)} new. {' '.join(dropped)}".strip()
 
-# %% ../notebooks/09_training.ipynb #060bbec4
+# %% ../notebooks/09_training.ipynb #cell-074
 def import_extra(module: str) -> ModuleType:
     """Import a module that only training needs. Raises ImportError with the command that installs it."""
     try:
@@ -512,7 +512,7 @@ def import_extra(module: str) -> ModuleType:
         package = module.split(".")[0]
         raise ImportError(f'training needs {package}, which is not installed: pip install "carelite[train]"') from error
 
-# %% ../notebooks/09_training.ipynb #4194fd04
+# %% ../notebooks/09_training.ipynb #cell-075
 @dataclass
 class Run:
     """What a training holds: accelerate's `accelerator`; the `model` as it trains, perhaps wrapped for processes,
@@ -567,7 +567,7 @@ def create_run(
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     return Run(config, accelerator, wrapped, model, ema, optimizer, schedule, teacher, layout)
 
-# %% ../notebooks/09_training.ipynb #3e1f05f5
+# %% ../notebooks/09_training.ipynb #cell-077
 def losses(run: Run, inputs: Tensor, targets: Tensor) -> Float[Tensor, ""]:
     """The mean loss of normalised images."""
     outputs = run.model(inputs)
@@ -607,7 +607,7 @@ def training_step(run: Run, images: Tensor, labels: Tensor, step: int) -> float:
         run.ema.update(run.plain, step)
     return total
 
-# %% ../notebooks/09_training.ipynb #9e637c00
+# %% ../notebooks/09_training.ipynb #cell-082
 @dataclass
 class Progress:
     """Where a training stands: `epoch`, counted from 1; `step`, steps done in it; `total`, the sum of their losses in
@@ -673,7 +673,7 @@ def restore(run: Run, state: dict) -> Progress:
     progress.total = state["totals"][run.accelerator.process_index]
     return progress
 
-# %% ../notebooks/09_training.ipynb #b0d5a730
+# %% ../notebooks/09_training.ipynb #cell-083
 def train_epoch(run: Run, batches: DataLoader, progress: Progress, save: Callable[[], None], bar) -> float:
     """The steps of an epoch that are still to do; `save()` is called between steps. Returns the epoch's mean loss.
 
@@ -712,7 +712,7 @@ def end_epoch(run: Run, splits: ImageSplits, loss: float, seconds: float, progre
     progress.log.append(line)
     progress.epoch, progress.step, progress.total = progress.epoch + 1, 0, 0.0
 
-# %% ../notebooks/09_training.ipynb #4d452eb7
+# %% ../notebooks/09_training.ipynb #cell-085
 def plot_learning_curve(log: list[dict]):
     """A matplotlib figure of loss and accuracy by epoch, from the lines of log.jsonl."""
     figure = import_extra("matplotlib.figure").Figure(figsize=(8, 3), layout="constrained", facecolor="white")
@@ -728,7 +728,7 @@ def plot_learning_curve(log: list[dict]):
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure
 
-# %% ../notebooks/09_training.ipynb #49876fa7
+# %% ../notebooks/09_training.ipynb #cell-086
 def plot_confusion(result: Evaluation, classes: Sequence[str]):
     """A matplotlib figure of `result.confusion`, with numbers and names for up to 20 classes."""
     confusion, few = result.confusion, len(classes) <= 20
@@ -747,7 +747,7 @@ def plot_confusion(result: Evaluation, classes: Sequence[str]):
             axes.text(j, k, int(confusion[k, j]), ha="center", va="center", color=colour, fontsize=9)
     return figure
 
-# %% ../notebooks/09_training.ipynb #701a0271
+# %% ../notebooks/09_training.ipynb #cell-087
 def open_run(
     config: TrainConfig,
     splits: ImageSplits,
@@ -780,7 +780,7 @@ def open_run(
             print(notice)
     return run, batches, restore(run, state) if state else Progress()
 
-# %% ../notebooks/09_training.ipynb #060d02df
+# %% ../notebooks/09_training.ipynb #cell-088
 def run_epochs(run: Run, splits: ImageSplits, batches: DataLoader, where: Progress, folder: Path, progress) -> None:
     """All epochs from `where` on; after each the main process writes log, weights and state to `folder`."""
     config, main = run.config, run.accelerator.is_main_process
@@ -802,7 +802,7 @@ def run_epochs(run: Run, splits: ImageSplits, batches: DataLoader, where: Progre
                 save_checkpoint(run.result, folder / "model.safetensors", **notes)
             save()
 
-# %% ../notebooks/09_training.ipynb #840b1e45
+# %% ../notebooks/09_training.ipynb #cell-090
 def train(
     config: TrainConfig,
     splits: ImageSplits,
@@ -840,7 +840,7 @@ def train(
     run.result.set_distilled_training(False)
     return run.result.eval()
 
-# %% ../notebooks/09_training.ipynb #d0d8d0bb
+# %% ../notebooks/09_training.ipynb #cell-097
 def peak_memory() -> float:
     """The most memory that this process has held so far, in MiB: on the GPU where CUDA has one, otherwise in all."""
     if torch.cuda.is_available():
