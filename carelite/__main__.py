@@ -41,7 +41,7 @@ def splits_of(config):
 
 
 def train(args: argparse.Namespace) -> Path:
-    """Train into `args.output`, or go on with the run in `args.resume`; returns the path of the weights."""
+    """Train a model into --output, or go on with the run in --resume; returns the path of the weights."""
     from carelite.training import train
 
     config, resume = configuration(args), getattr(args, "resume", None)
@@ -286,6 +286,7 @@ def demo(args: argparse.Namespace) -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from carelite import verification
     from carelite.data import load_digits_splits
     from carelite.training import evaluate, load_checkpoint
 
@@ -294,7 +295,8 @@ def demo(args: argparse.Namespace) -> None:
     (folder / "state.pt").unlink(missing_ok=True)  # a demo that was stopped begins anew
     checkpoint = train(args)
     model, meta = load_checkpoint(checkpoint)
-    result = evaluate(model, load_digits_splits(meta.image_size).val)
+    held_out = load_digits_splits(meta.image_size).val
+    result, digits = evaluate(model, held_out), torch.stack([image for image, _ in held_out])
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(torch.zeros(1, 3, meta.image_size, meta.image_size))
     rows = [
@@ -310,7 +312,10 @@ def demo(args: argparse.Namespace) -> None:
         suffix = "" if precision == "float16" else "_float32"
         package = folder / f"{meta.name}{suffix}.mlpackage"
         export(build_parser().parse_args(["export", str(checkpoint), str(package), "--precision", precision]))
-        report = verify(build_parser().parse_args(["verify", str(package), "--checkpoint", str(checkpoint)]))
+        report = verification.verify(package, model, digits, mean=meta.mean, std=meta.std)
+        print(report)
+        if not report.ok:
+            raise SystemExit(1)
         rows += [
             (f"Core ML, {precision}", f"{size_of(package) / 1e6:.1f} MB"),
             ("  classes equal to PyTorch's", f"{round(report.agreement * report.images)} of {report.images}"),
