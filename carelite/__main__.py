@@ -287,16 +287,15 @@ def demo(args: argparse.Namespace) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     from carelite import verification
-    from carelite.data import load_digits_splits
     from carelite.training import evaluate, load_checkpoint
 
-    folder = Path(args.output or "runs/demo")
+    folder, config = Path(args.output or "runs/demo"), configuration(args)
     args.output = folder
     (folder / "state.pt").unlink(missing_ok=True)  # a demo that was stopped begins anew
     checkpoint = train(args)
     model, meta = load_checkpoint(checkpoint)
-    held_out = load_digits_splits(meta.image_size).val
-    result, digits = evaluate(model, held_out), torch.stack([image for image, _ in held_out])
+    held_out = splits_of(config).val
+    result, images = evaluate(model, held_out), torch.stack([image for image, _ in held_out])
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(torch.zeros(1, 3, meta.image_size, meta.image_size))
     rows = [
@@ -304,7 +303,7 @@ def demo(args: argparse.Namespace) -> None:
         ("image", f"{meta.image_size} x {meta.image_size}"),
         ("parameters", f"{sum(p.numel() for p in model.parameters()):,}"),
         ("GMACs per image", f"{counter.get_total_flops() / 2e9:.4f}"),
-        ("held-out digits", f"{len(result.labels)}"),
+        ("held-out images", f"{len(result.labels)}"),
         ("accuracy", f"{result.accuracy:.2%}"),
         ("weights", f"{size_of(checkpoint) / 1e6:.1f} MB"),
     ]
@@ -312,7 +311,7 @@ def demo(args: argparse.Namespace) -> None:
         suffix = "" if precision == "float16" else "_float32"
         package = folder / f"{meta.name}{suffix}.mlpackage"
         export(build_parser().parse_args(["export", str(checkpoint), str(package), "--precision", precision]))
-        report = verification.verify(package, model, digits, mean=meta.mean, std=meta.std)
+        report = verification.verify(package, model, images, mean=meta.mean, std=meta.std)
         print(report)
         if not report.ok:
             raise SystemExit(1)
