@@ -154,7 +154,7 @@ def suite_fails(path: Path) -> bool:
         path.name,
         "-p",
         "no:cacheprovider",
-        "--nbval-cell-timeout=15",
+        "--nbval-cell-timeout=5",
     ]
     return subprocess.run(command, cwd=path.parent, capture_output=True, timeout=120).returncode != 0
 
