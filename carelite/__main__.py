@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -270,12 +271,17 @@ def ablate(args: argparse.Namespace) -> None:
     from carelite.ablations import TASKS, VARIANTS, default_plan, run_ablations
 
     chosen = {flag: names for flag in ("variants", "tasks") if (names := getattr(args, flag))}
-    plan = default_plan()
+    plan, seeds = default_plan(), 2 if args.seeds is None else args.seeds
+    if seeds < 1:
+        raise ValueError(f"--seeds {seeds}: there is nothing to run; give 1 or more.")
     if chosen:
         variants, tasks = args.variants or VARIANTS, args.tasks or TASKS
-        plan = [(variant, task, seed) for seed in range(args.seeds) for task in tasks for variant in variants]
-    flags = [f"--{flag} " + " ".join(map(repr, names)) for flag, names in chosen.items()]
-    for line in run_ablations(plan, args.results, " ".join(["carelite ablate", args.results, *flags])):
+        plan = [(variant, task, seed) for seed in range(seeds) for task in tasks for variant in variants]
+        chosen["seeds"] = [str(seeds)]
+    elif args.seeds:
+        raise ValueError("--seeds goes with --variants or --tasks; alone it would change what the stored runs are.")
+    flags = [part for flag, names in chosen.items() for part in (f"--{flag}", *names)]
+    for line in run_ablations(plan, args.results, shlex.join(["carelite", "ablate", args.results, *flags])):
         print(
             f"{line['variant']} on {line['task']}, seed {line['seed']}: {sum(line['right'])} of {sum(line['images'])}"
         )
@@ -409,9 +415,7 @@ def build_parser() -> argparse.ArgumentParser:
     ablating.add_argument("results", help="file of JSON lines, made or added to")
     ablating.add_argument("--variants", nargs="+", help="default: those that each task is made for")
     ablating.add_argument("--tasks", nargs="+", help="default: all")
-    ablating.add_argument(
-        "--seeds", type=int, default=2, help="runs of each, where variants or tasks are named; default: 2"
-    )
+    ablating.add_argument("--seeds", type=int, help="runs of each of the named variants and tasks; default: 2")
     return parser
 
 

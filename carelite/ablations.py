@@ -50,6 +50,10 @@ def split_at(ratio: float) -> Callable[..., DecoupledMixer]:
 
     def mixer(dim: int, num_heads: int, global_mixer, local_mixer) -> DecoupledMixer:
         global_dim = dim - 2 * round((1 - ratio) * dim / 2)
+        if not 0 < global_dim < dim:
+            raise ValueError(
+                f"d₁/d = {ratio} leaves {global_dim} of {dim} channels to attention: both learners need some."
+            )
         heads = fitting_heads(global_dim, dim // 3 // num_heads)
         return DecoupledMixer(dim, heads, global_mixer, local_mixer, global_dim)
 
@@ -309,7 +313,7 @@ def fit(config: TrainConfig, splits: ImageSplits, model: nn.Module) -> nn.Module
 def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | None:
     """Entropy of the first token's row in the last linear attention of `model`, as a share of log N; mean over heads.
 
-    None for a model without one, and where φ gives negative similarities, of which there is no entropy.
+    None for a model without one, and where there is no entropy: negative similarities, a row of zeros, one token.
     """
     layers = [module for module in model.modules() if isinstance(module, LinearAttention)]
     if not layers:
@@ -324,7 +328,8 @@ def row_entropy(model: nn.Module, images: Float[Tensor, "B 3 H W"]) -> float | N
     if similarity.min() < 0:
         return None
     rows = similarity / similarity.sum(dim=-1, keepdim=True)
-    return (torch.special.entr(rows).sum(dim=-1).mean() / math.log(rows.shape[-1])).item()
+    share = torch.special.entr(rows).sum(dim=-1).mean() / math.log(rows.shape[-1])
+    return share.item() if share.isfinite() else None
 
 # %% ../notebooks/10_ablations.ipynb #cell-064
 def ablate(variant: str, task: str, seed: int) -> dict:
@@ -359,25 +364,30 @@ def ablate(variant: str, task: str, seed: int) -> dict:
 # %% ../notebooks/10_ablations.ipynb #cell-066
 def read_results(path: str | Path) -> list[dict]:
     """The lines of a file of results; none where there is no file. Raises ValueError for a damaged line."""
-    path = Path(path)
-    lines = path.read_text().splitlines() if path.is_file() else []
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{path} is no file of ablations, or is damaged: {error}") from error
+    path, results = Path(path), []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
+        try:
+            result = json.loads(line)
+            _ = [result[key] for key in ("variant", "task", "seed", "recipe")]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: no result of an ablation, or damaged ({error!r}).") from error
+        results.append(result)
+    return results
 
 
 def missing_runs(plan: Sequence[tuple[str, str, int]], results: list[dict]) -> list[tuple[str, str, int]]:
     """Those of the runs (variant, task, seed) in `plan` that no line of `results` holds with today's recipe."""
-    done = [(r["variant"], r["task"], r["seed"]) for r in results if r["recipe"] == TASKS[r["task"]].recipe]
-    return [run for run in plan if run not in done]
+    recipes = {name: task.recipe for name, task in TASKS.items()}
+    done = [(r["variant"], r["task"], r["seed"]) for r in results if r["recipe"] == recipes.get(r["task"])]
+    return [run for run in dict.fromkeys(plan) if run not in done]
 
 
 def run_ablations(plan: Sequence[tuple[str, str, int]], path: str | Path, command: str = "") -> Iterator[dict]:
     """Do the runs (variant, task, seed) of `plan` that `path` lacks, and append a line of JSON for each finished one.
 
     Yields every new line. A run that was broken off is done again from its start; finished ones are not repeated.
-    `command` is noted in each line. Raises ValueError, before any training, for unknown names and a damaged file.
+    `command` is noted in each line. Raises ValueError or OSError, before any training, for unknown names, a damaged
+    file and a path that cannot be written.
     """
     path = Path(path)
     for variant, task, _ in plan:
@@ -385,12 +395,13 @@ def run_ablations(plan: Sequence[tuple[str, str, int]], path: str | Path, comman
             raise ValueError(
                 f"unknown run {variant!r} on {task!r}: variants {', '.join(VARIANTS)}; tasks {', '.join(TASKS)}."
             )
-    missing = missing_runs(plan, read_results(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for run in missing:
-        line = ablate(*run) | dict(command=command)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    for run in missing_runs(plan, read_results(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            line = ablate(*run) | dict(command=command)
+            file.seek(0)
+            complete = file.read()[-1:] in (b"", b"\n")  # an editor may have left out the last newline
+            file.write(b"\n" * (not complete) + json.dumps(line).encode() + b"\n")
         yield line
 
 # %% ../notebooks/10_ablations.ipynb #cell-067

@@ -32,6 +32,7 @@ from carelite.ablations import (
 )
 from carelite.care import CARE
 from carelite.cas_vit import CASViT
+from carelite.linear_attention import LinearAttention
 from carelite.training import Evaluation
 from helpers import fill_in_place, images
 
@@ -207,6 +208,11 @@ def test_any_ratio(ratio):
     assert block.mixer.dims == (round(48 * ratio), 48 - round(48 * ratio))
 
 
+def test_a_ratio_leaves_channels_to_both_learners():
+    with pytest.raises(ValueError, match="0 of 24 channels"):
+        ablations.split_at(0.02)(24, 1, LinearAttention, LinearAttention)
+
+
 def test_unknown_names_are_named(tmp_path):
     with pytest.raises(ValueError, match="no_such(.|\n)*stacked"):
         build_variant("no_such")
@@ -319,21 +325,40 @@ def test_finished_runs_are_not_repeated(quick, tmp_path, monkeypatch):
     assert missing_runs(PLAN, read_results(path)) == PLAN  # another recipe: the old lines do not count
 
 
-def test_a_damaged_file_is_refused(quick, tmp_path):
+@pytest.mark.parametrize("line", [b'{"variant": "care"', b"{}", b"1", b'{"variant": "\xff"}', None])
+def test_a_damaged_file_is_refused(quick, tmp_path, line):
     path = tmp_path / "ablations.jsonl"
-    path.write_text('{"variant": "care"')
-    with pytest.raises(ValueError, match="ablations.jsonl"):
+    path.write_bytes(line) if line else path.mkdir()
+    with pytest.raises((ValueError, OSError), match="ablations.jsonl"):
         list(run_ablations(PLAN, path))
-    assert quick == [] and path.read_text() == '{"variant": "care"'
+    assert quick == [] and (not line or path.read_bytes() == line)
+
+
+def test_what_others_wrote_in_the_file_stays(quick, tmp_path):
+    path = tmp_path / "ablations.jsonl"
+    own = json.dumps(dict(variant="care", task="a task of my own", seed=0, recipe={}))
+    path.write_text(own)  # without a newline
+    assert len(list(run_ablations([PLAN[0], PLAN[0]], path))) == 1  # asked twice, run once
+    assert path.read_text().startswith(own + "\n") and len(read_results(path)) == 2
+
+
+@torch.inference_mode()
+def test_entropy_only_where_there_is_one():
+    model = small("phi_relu")
+    for layer in [m for m in model.modules() if isinstance(m, LinearAttention)]:
+        layer.qk.bias.fill_(-50.0)
+    assert ablations.row_entropy(model, images(2, 64, 64)) is None  # all similarities are 0
 
 
 def test_the_command_line(quick, tmp_path, capsys):
     path = tmp_path / "ablations.jsonl"
     main(["ablate", str(path), "--variants", "care", "stacked", "--tasks", "digits"])
     assert {call[:2] for call in quick} == {("care", "digits"), ("stacked", "digits")}
-    assert "carelite ablate" in read_results(path)[0]["command"] and "9 of 10" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["ablate", str(path), "--variants", "no_such"])
+    command = f"carelite ablate {path} --variants care stacked --tasks digits --seeds 2"
+    assert read_results(path)[0]["command"] == command and "9 of 10" in capsys.readouterr().out
+    for bad in (["--variants", "no_such"], ["--tasks", "digits", "--seeds", "0"], ["--seeds", "3"]):
+        with pytest.raises(SystemExit):
+            main(["ablate", str(path), *bad])
 
 
 def test_a_run_is_what_its_seed_decides(monkeypatch):
