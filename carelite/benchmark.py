@@ -177,8 +177,8 @@ class Settings:
         kind, _, number = self.device.partition(":")
         there = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
         if int(number or 0) >= there.get(kind, 0):
-            known = ", ".join(name for name, count in there.items() if count)
-            raise ValueError(f"device={self.device!r} is not there: this machine has {known}.")
+            present = ", ".join(name for name, count in there.items() if count)
+            raise ValueError(f"device={self.device!r} is not there: this machine has {present}.")
         if min(self.rounds, self.repeats, self.batch) < 1:
             raise ValueError("rounds, repeats and batch must be at least 1.")
 

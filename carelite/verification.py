@@ -250,7 +250,7 @@ def _concat(values, axis, interleave=False):
         raise PackageError("interleave is unknown to the evaluator.")
     return torch.cat(values if isinstance(values, list) else [values], axis)
 
-# %% ../notebooks/14_verification.ipynb #cell-041a
+# %% ../notebooks/14_verification.ipynb #cell-042
 @operation
 def _slice_by_index(x, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
     """x[begin:end:stride] along every axis; a mask's True leaves `begin` or `end` out, or takes `begin` alone."""
@@ -261,7 +261,7 @@ def _slice_by_index(x, begin, end, stride=None, begin_mask=None, end_mask=None, 
         place.append(begin[axis] if single else bounds)
     return x[tuple(place)]
 
-# %% ../notebooks/14_verification.ipynb #cell-041b
+# %% ../notebooks/14_verification.ipynb #cell-043
 @operation
 def _avg_pool(x, kernel_sizes, pad_type, strides=(1, 1), pad=(0,), exclude_padding_from_average=False, ceil_mode=False):
     """Means over windows, without padding."""
@@ -269,7 +269,7 @@ def _avg_pool(x, kernel_sizes, pad_type, strides=(1, 1), pad=(0,), exclude_paddi
         raise PackageError("pooling with padding, or beyond the border, is unknown to the evaluator.")
     return F.avg_pool2d(x, kernel_sizes, strides)
 
-# %% ../notebooks/14_verification.ipynb #cell-042
+# %% ../notebooks/14_verification.ipynb #cell-044
 @operation
 def _upsample_nearest_neighbor(x, scale_factor_height=1, scale_factor_width=1):
     """Every pixel `scale_factor_height` × `scale_factor_width` times; whole numbers only."""
@@ -277,7 +277,7 @@ def _upsample_nearest_neighbor(x, scale_factor_height=1, scale_factor_width=1):
         raise PackageError("a scale factor that is not a whole number is unknown to the evaluator.")
     return x.repeat_interleave(int(scale_factor_height), -2).repeat_interleave(int(scale_factor_width), -1)
 
-# %% ../notebooks/14_verification.ipynb #cell-043
+# %% ../notebooks/14_verification.ipynb #cell-045
 @operation
 def _upsample_bilinear(x, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None):
     """Linear between pixels, along both axes."""
@@ -286,7 +286,7 @@ def _upsample_bilinear(x, scale_factor_height=1, scale_factor_width=1, align_cor
     factors = (float(scale_factor_height), float(scale_factor_width))
     return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=align_corners)
 
-# %% ../notebooks/14_verification.ipynb #cell-044
+# %% ../notebooks/14_verification.ipynb #cell-046
 @operation
 def _cast(x, dtype):
     """Another type. All arithmetic here is float32, so only the type declared for the result counts: see `Step`."""
@@ -294,14 +294,14 @@ def _cast(x, dtype):
         raise PackageError(f"dtype {dtype!r} is unknown to the evaluator.")
     return x
 
-# %% ../notebooks/14_verification.ipynb #cell-045
+# %% ../notebooks/14_verification.ipynb #cell-047
 @operation
 def _classify(probabilities, classes):
     """The most probable label, and the probabilities by label."""
     probabilities = probabilities.flatten()
     return classes[int(probabilities.argmax())], dict(zip(classes, probabilities.tolist()))
 
-# %% ../notebooks/14_verification.ipynb #cell-049
+# %% ../notebooks/14_verification.ipynb #cell-051
 @operation
 def _constexpr_lut_to_dense(indices, lut, shape):
     """lut[i] for the numbers i packed in `indices`, lowest bit first, in the given shape."""
@@ -312,7 +312,7 @@ def _constexpr_lut_to_dense(indices, lut, shape):
     numbers = (bits.view(count, width).int() << torch.arange(width)).sum(dim=1)
     return lut[numbers].view(shape.tolist())
 
-# %% ../notebooks/14_verification.ipynb #cell-050
+# %% ../notebooks/14_verification.ipynb #cell-052
 @operation
 def _constexpr_affine_dequantize(quantized_data, zero_point, scale, axis):
     """scale · (number − zero point), one scale and zero point per index of `axis`, in the dtype of the scale."""
@@ -320,7 +320,7 @@ def _constexpr_affine_dequantize(quantized_data, zero_point, scale, axis):
     numbers = quantized_data.float() - zero_point.float().view(shape)
     return (scale.float().view(shape) * numbers).to(scale.dtype)
 
-# %% ../notebooks/14_verification.ipynb #cell-053
+# %% ../notebooks/14_verification.ipynb #cell-055
 @dataclass(frozen=True)
 class Step:
     """One operation of a program: its type, where it stands, the names it reads, and what it declares to write."""
@@ -344,7 +344,7 @@ class Step:
             named[name] = result.half().float() if rounding and kind == "FLOAT16" else result
         return named
 
-# %% ../notebooks/14_verification.ipynb #cell-054
+# %% ../notebooks/14_verification.ipynb #cell-056
 def check_parameters(kind: str, given: Iterable[str]):
     """Raise PackageError for an operation that the evaluator does not know, or not with these parameters."""
     if kind not in OPERATIONS:
@@ -355,7 +355,7 @@ def check_parameters(kind: str, given: Iterable[str]):
     if missing := [n for n, p in parameters.items() if p.default is p.empty and n not in given]:
         raise PackageError(f"parameter {missing[0]!r} is missing.")
 
-# %% ../notebooks/14_verification.ipynb #cell-055
+# %% ../notebooks/14_verification.ipynb #cell-057
 def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> Step:
     """The step of a protobuf operation. Constants written inside it join `stored` under a name of their own.
 
@@ -376,7 +376,7 @@ def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> St
             raise PackageError(f"results of type {kind} are unknown to the evaluator.")
     return Step(op.type, where, arguments, outputs)
 
-# %% ../notebooks/14_verification.ipynb #cell-058
+# %% ../notebooks/14_verification.ipynb #cell-060
 def image_input(description) -> tuple[str, tuple[int, int], bool]:
     """Name and (height, width) of a package's one image, and whether it asks for the channels as BGR.
 
@@ -391,7 +391,7 @@ def image_input(description) -> tuple[str, tuple[int, int], bool]:
         raise PackageError("an image that is not RGB or BGR of one fixed size is unknown to the evaluator.")
     return description.input[0].name, (image.height, image.width), orders[image.colorSpace]
 
-# %% ../notebooks/14_verification.ipynb #cell-059
+# %% ../notebooks/14_verification.ipynb #cell-061
 def check_names(program):
     """Raise PackageError where a step reads what nothing before it writes, or an output is never written."""
     known = {program.input, *program.stored}
@@ -402,7 +402,7 @@ def check_names(program):
     if missing := [name for name in program.outputs if name not in known]:
         raise PackageError(f"the output {missing[0]!r} is never written.")
 
-# %% ../notebooks/14_verification.ipynb #cell-059a
+# %% ../notebooks/14_verification.ipynb #cell-062
 def read_constant(op, weights: dict[int, Tensor]) -> tuple:
     """The value of a `const` or `constexpr_…` operation; the records it names, by attribute; a compressed one's parts.
 
@@ -418,7 +418,7 @@ def read_constant(op, weights: dict[int, Tensor]) -> tuple:
         raise PackageError(f"it makes another tensor than {kind} of shape {shape}, which is declared.")
     return dense, files, values
 
-# %% ../notebooks/14_verification.ipynb #cell-060
+# %% ../notebooks/14_verification.ipynb #cell-063
 class StoredProgram:
     """What a saved ML program consists of, prepared to run.
 
@@ -462,7 +462,7 @@ class StoredProgram:
         """How many operations of each type the program has; constants are none."""
         return Counter(step.type for step in self.steps)
 
-# %% ../notebooks/14_verification.ipynb #cell-062
+# %% ../notebooks/14_verification.ipynb #cell-065
 class Program(StoredProgram):
     """A saved ML program, evaluated operation by operation in torch; see `StoredProgram`."""
 
@@ -492,7 +492,7 @@ class Program(StoredProgram):
         columns = {name: [row[name] for row in rows] for name in self.outputs}
         return {name: torch.cat(c) if isinstance(c[0], Tensor) else c for name, c in columns.items()}
 
-# %% ../notebooks/14_verification.ipynb #cell-063
+# %% ../notebooks/14_verification.ipynb #cell-066
 def load_program(path: str | Path) -> Program:
     """Read a saved package: its manifest, its protobuf and its weight file.
 
@@ -505,7 +505,7 @@ def load_program(path: str | Path) -> Program:
     model, file = read_model(path)
     return Program(model, read_weights(file.parent / "weights" / "weight.bin"))
 
-# %% ../notebooks/14_verification.ipynb #cell-068
+# %% ../notebooks/14_verification.ipynb #cell-071
 def rounded_to_half(network: nn.Module) -> nn.Module:
     """`network`, in place, with tensors and LayerNorms' eps rounded to float16, to be run in float32."""
     for module in network.modules():
@@ -513,17 +513,17 @@ def rounded_to_half(network: nn.Module) -> nn.Module:
             module.eps = float(torch.tensor(module.eps).half())
     return network.half().float()
 
-# %% ../notebooks/14_verification.ipynb #cell-078
+# %% ../notebooks/14_verification.ipynb #cell-081
 def bits(x: Tensor) -> Tensor:
     """The bit patterns of float16 or float32 values, as integers."""
     return x.contiguous().view(torch.int16 if x.dtype == torch.float16 else torch.int32)
 
-# %% ../notebooks/14_verification.ipynb #cell-079
+# %% ../notebooks/14_verification.ipynb #cell-082
 def package_names(network: nn.Module) -> dict[str, Tensor]:
     """The network's tensors by the name that a package gives them: Core ML allows letters, digits and underscores."""
     return {"network_" + re.sub(r"\W", "_", name): tensor for name, tensor in network.state_dict().items()}
 
-# %% ../notebooks/14_verification.ipynb #cell-081
+# %% ../notebooks/14_verification.ipynb #cell-084
 @dataclass
 class Report:
     """What `verify` found: `ok` where there is no fault, `str(report)` to read, and the figures by name."""
@@ -554,7 +554,7 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(report_lines(self))
 
-# %% ../notebooks/14_verification.ipynb #cell-081a
+# %% ../notebooks/14_verification.ipynb #cell-085
 def report_lines(report: Report) -> list[str]:
     """A report to read, line by line."""
     height, width = report.image_size
@@ -573,7 +573,7 @@ def report_lines(report: Report) -> list[str]:
         "verified" if report.ok else f"NOT verified: {len(report.faults)} faults",
     ]
 
-# %% ../notebooks/14_verification.ipynb #cell-083
+# %% ../notebooks/14_verification.ipynb #cell-087
 def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
     """Of the values that a compressed constant's `parts` can express, those nearest to `tensor`; in float64."""
     weights = tensor.double()
@@ -583,7 +583,7 @@ def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
     scale = parts["scale"].double().view([-1 if i == parts["axis"] else 1 for i in range(tensor.dim())])
     return (weights / scale).round().clamp(-127, 127) * scale
 
-# %% ../notebooks/14_verification.ipynb #cell-084
+# %% ../notebooks/14_verification.ipynb #cell-088
 def compare_constant(name: str, stored: Tensor, tensor: Tensor, parts: dict | None, report: Report) -> bool:
     """Compare one constant with the model's tensor, and write to `report`; returns whether it is right."""
     fault = ""
@@ -605,7 +605,7 @@ def compare_constant(name: str, stored: Tensor, tensor: Tensor, parts: dict | No
         report.faults.append(f"constant {name!r}: {fault}.")
     return not fault
 
-# %% ../notebooks/14_verification.ipynb #cell-085
+# %% ../notebooks/14_verification.ipynb #cell-089
 def compare_constants(program: Program, network: nn.Module, report: Report) -> dict[str, str]:
     """Compare the package's constants with the network's tensors by name, bit for bit; writes to `report`.
 
@@ -634,12 +634,12 @@ def compare_constants(program: Program, network: nn.Module, report: Report) -> d
     report.faults += [f"nothing uses the record at byte {start} of the weight file." for start in program.unused]
     return others
 
-# %% ../notebooks/14_verification.ipynb #cell-087
+# %% ../notebooks/14_verification.ipynb #cell-091
 TOLERANCE = {"float32": 1e-4, "float16": 2e-5}  # of outputs: see `compare_outputs` for what each is compared with
 AGREEMENT = {"float32": 1.0, "float16": 0.99}  # share of the images whose class must be PyTorch's
 ROUNDED_IMAGES = 8  # rounding mode looks for overflow, and a few images show it
 
-# %% ../notebooks/14_verification.ipynb #cell-088
+# %% ../notebooks/14_verification.ipynb #cell-092
 def compare_classes(program: Program, results: dict, wanted: Tensor, report: Report):
     """Compare classes with those of PyTorch's logits `wanted`, and labels with the package's own list.
 
@@ -657,7 +657,7 @@ def compare_classes(program: Program, results: dict, wanted: Tensor, report: Rep
     elif results.get("classLabel") != [program.labels[i] for i in found]:
         report.faults.append("the package's label is not that of its largest logit.")
 
-# %% ../notebooks/14_verification.ipynb #cell-089
+# %% ../notebooks/14_verification.ipynb #cell-093
 def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: dict, report: Report):
     """Run the package on the images and compare its outputs by name; writes to `report`.
 
@@ -684,7 +684,7 @@ def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: d
     if "logits" in wanted:
         compare_classes(program, results, wanted["logits"], report)
 
-# %% ../notebooks/14_verification.ipynb #cell-089a
+# %% ../notebooks/14_verification.ipynb #cell-094
 def compare_labels(labels: list[str] | None, classes: Sequence, report: Report):
     """Compare a classifier's labels, in their order, with a model's classes; writes to `report`."""
     classes = list(map(str, classes))
@@ -693,7 +693,7 @@ def compare_labels(labels: list[str] | None, classes: Sequence, report: Report):
         found, wanted = (names[i] if i < len(names) else "missing" for names in (labels, classes))
         report.faults.append(f"label {i} of the package is {found!r}, class {i} of the model {wanted!r}.")
 
-# %% ../notebooks/14_verification.ipynb #cell-091
+# %% ../notebooks/14_verification.ipynb #cell-096
 DEPARTED = 1e-3  # of the largest value; a constant like 1/N, rounded to float16, moves its product by half of that
 
 
@@ -719,7 +719,7 @@ class Recorder(torch.fx.Interpreter):
         self.values[node.name] = value
         return value
 
-# %% ../notebooks/14_verification.ipynb #cell-091a
+# %% ../notebooks/14_verification.ipynb #cell-097
 def compare_computed(program: Program, recorder: Recorder, names: dict[str, str], report: Report):
     """Compare constants that are no weights with the nodes of their names in `recorder`; writes to `report`."""
     recorder.run(torch.zeros(1, 3, *program.image_size))
@@ -732,7 +732,7 @@ def compare_computed(program: Program, recorder: Recorder, names: dict[str, str]
         ):
             report.faults.append(f"constant {name!r} is not what the model computes.")
 
-# %% ../notebooks/14_verification.ipynb #cell-092
+# %% ../notebooks/14_verification.ipynb #cell-098
 def departures(program: Program, network: nn.Module, outputs: Sequence[str], image: UInt8[Tensor, "3 H W"]) -> dict:
     """For every step with a counterpart in PyTorch's graph: the difference, relative to the largest value there."""
     recorder = Recorder(trace(network, program.image_size, outputs).module())
@@ -745,7 +745,7 @@ def departures(program: Program, network: nn.Module, outputs: Sequence[str], ima
                 found[step.where] = float((values[name] - node).abs().max() / node.abs().max().clamp(min=1e-12))
     return found
 
-# %% ../notebooks/14_verification.ipynb #cell-094
+# %% ../notebooks/14_verification.ipynb #cell-100
 def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     """Core ML's own outputs for an RGB image in 0..255, a dictionary; for a batch of images a list of them.
 
@@ -761,7 +761,7 @@ def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     results = [model.predict({name: Image.fromarray(one.permute(1, 2, 0).numpy())}) for one in batch]
     return results if image.dim() == 4 else results[0]
 
-# %% ../notebooks/14_verification.ipynb #cell-095
+# %% ../notebooks/14_verification.ipynb #cell-101
 def compare_coreml(path: Path, images: Tensor, wanted: dict, report: Report):
     """Where Core ML exists, run it on a few images and write what it gives to `report`."""
     if sys.platform != "darwin":
@@ -775,7 +775,7 @@ def compare_coreml(path: Path, images: Tensor, wanted: dict, report: Report):
         lines.append(f"{name}: largest difference {difference:.1e}, largest entry the same in {same} of {len(found)}")
     report.coreml = "; ".join(lines)
 
-# %% ../notebooks/14_verification.ipynb #cell-096
+# %% ../notebooks/14_verification.ipynb #cell-102
 @torch.no_grad()
 def compare(program: Program, model: nn.Module, images: Tensor, mean, std, report: Report) -> dict[str, Tensor]:
     """Compare a package's constants and outputs with the model's; writes to `report`, returns the model's outputs."""
@@ -806,7 +806,7 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
         report.departure = first and f"{first}, by {relative[first]:.1e} of its largest value"
     return wanted
 
-# %% ../notebooks/14_verification.ipynb #cell-097
+# %% ../notebooks/14_verification.ipynb #cell-103
 def verify(
     package: str | Path,
     model: nn.Module,
