@@ -196,47 +196,63 @@ def photographs(folder: Path, batch_size: int) -> None:
             photo.crop((left, top, left + 500, top + 375)).save(folder / name / f"{i}.jpg", quality=90)
 
 
+def read_labels(path: str) -> list[str]:
+    """The lines of a text file."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def load_for_export(args: argparse.Namespace) -> tuple:
     """The model that `args.checkpoint` names, and what is known of it, as keywords of an export."""
     from carelite.training import load_checkpoint
 
+    labels = dict(classes=read_labels(args.classes)) if args.classes else {}
     name = args.model or args.checkpoint
     if getattr(args, "random_weights", False):
         import torch
 
         torch.manual_seed(0)
-        return carelite.create_model(name).eval(), dict(image_size=224, source="random weights, seed 0")
+        return carelite.create_model(name).eval(), dict(image_size=224, source="random weights, seed 0") | labels
     if name in carelite.list_models() and not args.model:
         raise ValueError(f"{name} is a model and no checkpoint: give a file, or ask for --random-weights.")
     source = Path(args.checkpoint).name
-    if args.model:
-        return carelite.create_model(name, checkpoint=args.checkpoint).eval(), dict(image_size=224, source=source)
-    model, meta = load_checkpoint(args.checkpoint)
+    try:
+        model, meta = load_checkpoint(args.checkpoint)
+    except ValueError:
+        if not args.model:
+            raise
+        model = carelite.create_model(name, checkpoint=args.checkpoint).eval()
+        return model, dict(image_size=224, source=source) | labels
+    if args.model not in (None, meta.name):
+        raise ValueError(f"{args.checkpoint} says that it is of {meta.name}, not of {args.model}: leave --model out.")
     known = {key: getattr(meta, key) for key in ("image_size", "classes", "mean", "std")}
-    return model, known | dict(source=source)
+    return model, known | dict(source=source) | labels
 
 
 def export(args: argparse.Namespace) -> Path:
     """Export a checkpoint to a Core ML package, or to ONNX where the path ends in .onnx."""
     from carelite.export import export_coreml, export_onnx
 
+    if args.pyramid and args.classes:
+        raise ValueError("a pyramid has no classes: leave --classes or --pyramid out.")
     model, how = load_for_export(args)
     name = model.pretrained_cfg["architecture"]
     beside = Path() if args.random_weights else Path(args.checkpoint).parent
     path = Path(args.package or beside / f"{name}.mlpackage")
-    if args.image_size:
+    if args.image_size is not None:
         how["image_size"] = args.image_size
-    if args.classes:
-        how["classes"] = Path(args.classes).read_text().splitlines()
     if args.pyramid:
         how |= dict(pyramid=True, classes=None)
-    if path.suffix == ".onnx":
+    onnx = path.suffix.lower() == ".onnx"
+    if onnx:
         if (args.precision, args.compress) != ("float16", None):
             raise ValueError("an ONNX file is float32 and not compressed: leave --precision and --compress out.")
         export_onnx(model, path, **how)
     else:
         export_coreml(model, path, precision=args.precision, compress=args.compress, **how)
-    kind = "float32" if path.suffix == ".onnx" else " ".join(filter(None, (args.precision, args.compress)))
+    kind = "float32" if onnx else " ".join(filter(None, (args.precision, args.compress)))
     print(f"{path}: {size_of(path) / 1e6:.1f} MB, {kind}, {how['source']}")
     return path
 
@@ -246,7 +262,8 @@ def verify(args: argparse.Namespace):
     from carelite.verification import verify
 
     model, known = load_for_export(args)
-    report = verify(args.package, model, mean=known.get("mean"), std=known.get("std"))
+    known = {name: known.get(name) for name in ("mean", "std", "classes")}
+    report = verify(args.package, model, **known)
     print(report)
     if not report.ok:
         raise SystemExit(1)
@@ -317,7 +334,7 @@ def demo(args: argparse.Namespace) -> None:
         suffix = "" if precision == "float16" else "_float32"
         package = folder / f"{meta.name}{suffix}.mlpackage"
         export(build_parser().parse_args(["export", str(checkpoint), str(package), "--precision", precision]))
-        report = verification.verify(package, model, images, mean=meta.mean, std=meta.std)
+        report = verification.verify(package, model, images, mean=meta.mean, std=meta.std, classes=meta.classes)
         print(report)
         if not report.ok:
             raise SystemExit(1)
@@ -401,7 +418,6 @@ def build_parser() -> argparse.ArgumentParser:
     exporting.add_argument("package", nargs="?", help=".mlpackage or .onnx; default: MODEL.mlpackage beside it")
     exporting.add_argument("--random-weights", action="store_true", help="export an untrained model")
     exporting.add_argument("--image-size", type=int, help="in pixels; default: the run's, or 224")
-    exporting.add_argument("--classes", help="a file with a label per line; default: the run's, or none (logits alone)")
     exporting.add_argument("--precision", choices=("float16", "float32"), default="float16")
     exporting.add_argument("--compress", choices=("palettize6", "int8"), help="store weights smaller")
     exporting.add_argument("--pyramid", action="store_true", help="put out the maps of the four stages")
@@ -409,6 +425,7 @@ def build_parser() -> argparse.ArgumentParser:
     verifying.add_argument("package", help="a saved .mlpackage")
     verifying.add_argument("--checkpoint", required=True, help="the weights it was exported from")
     for parser_ in (exporting, verifying):
+        parser_.add_argument("--classes", help="a file with a label per line; default: the run's, or none")
         parser_.add_argument("--model", help="the model's name, for official files that do not say it themselves")
     add_bench_flags(command(bench))
     ablating = command(ablate)

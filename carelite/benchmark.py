@@ -174,6 +174,11 @@ class Settings:
             raise ValueError(f"unknown model {unknown[0]!r}; timm.list_models() names those there are.")
         if self.precision not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"precision={self.precision!r} is unknown: choose float32, bfloat16 or float16.")
+        kind, _, number = self.device.partition(":")
+        there = dict(cpu=1, cuda=torch.cuda.device_count(), mps=int(torch.backends.mps.is_available()))
+        if int(number or 0) >= there.get(kind, 0):
+            present = ", ".join(name for name, count in there.items() if count)
+            raise ValueError(f"device={self.device!r} is not there: this machine has {present}.")
         if min(self.rounds, self.repeats, self.batch) < 1:
             raise ValueError("rounds, repeats and batch must be at least 1.")
 

@@ -3,8 +3,9 @@
 # %% auto #0
 __all__ = ['PRECISIONS', 'COMPRESSIONS', 'LICENCE', 'EXPORTER', 'OPSET', 'BATCHES', 'ONNX_TOLERANCE', 'quiet',
            'import_coremltools', 'Packaged', 'prepare', 'trace', 'compression_passes', 'convert', 'normalisation_of',
-           'Request', 'check_labels', 'check_request', 'written_whole', 'metadata', 'describe', 'export_coreml',
-           'save_onnx', 'original_outputs', 'check_onnx', 'import_onnxruntime', 'export_onnx']
+           'Request', 'check_labels', 'check_size', 'check_path', 'check_request', 'written_whole', 'metadata',
+           'describe', 'export_coreml', 'save_onnx', 'original_outputs', 'check_onnx', 'import_onnxruntime',
+           'export_onnx']
 
 # %% ../notebooks/13_export.ipynb #cell-005
 import contextlib
@@ -145,7 +146,7 @@ def normalisation_of(model: nn.Module, mean, std) -> tuple[tuple[float, ...], tu
 # %% ../notebooks/13_export.ipynb #cell-034
 @dataclass(frozen=True)
 class Request:
-    """What an export was asked for, checked: size (height, width), labels or None, mean, std, names of the results."""
+    """What an export was asked for, checked: size (height, width), labels or None, results' names, weights' source."""
 
     path: Path
     size: tuple[int, int]
@@ -153,6 +154,7 @@ class Request:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     outputs: tuple[str, ...]
+    source: str | None
 
     @property
     def pyramid(self) -> bool:
@@ -168,17 +170,34 @@ def check_labels(model: nn.Module, classes: tuple[str, ...]):
         raise ValueError("the labels must differ from one another: Core ML returns probabilities by label.")
 
 # %% ../notebooks/13_export.ipynb #cell-036
-def check_request(model, path, suffix: str, image_size, classes, mean, std, pyramid: bool) -> Request:
-    """Refuse what cannot be exported, before the slow work: ValueError, TypeError for another kind of model."""
+def check_size(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """An image's (height, width) from one number or two. Raises ValueError for what no model takes."""
+    size = tuple(image_size) if isinstance(image_size, Sequence) else (image_size, image_size)
+    if len(size) != 2 or not all(isinstance(side, int) and side >= MIN_SIZE for side in size):
+        raise ValueError(
+            f"image_size={image_size} must be one number or (height, width), at least {MIN_SIZE} pixels each."
+        )
+    return size
+
+
+def check_path(path: str | Path, suffix: str) -> Path:
+    """The path of an export. Raises ValueError for another suffix, and where something else than an export stands."""
     path = Path(path)
-    size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if path.suffix.lower() != suffix:
+        raise ValueError(f"{path.name!r} must end in {suffix}.")
+    export = path.is_file() if suffix == ".onnx" else (path / "Manifest.json").is_file()
+    if path.exists() and not export:
+        raise ValueError(f"{path} is there already and no earlier export: move it away, or choose another path.")
+    return path
+
+
+def check_request(
+    model, path, suffix: str, *, image_size, classes=None, mean=None, std=None, pyramid=False, source=None
+) -> Request:
+    """Refuse what cannot be exported, before the slow work: ValueError, TypeError for another kind of model."""
     classes = None if classes is None else tuple(str(label) for label in classes)
     if not isinstance(model, Backbone):
         raise TypeError(f"an export takes a carelite model such as CARE, got {type(model).__name__}.")
-    if path.suffix != suffix:
-        raise ValueError(f"{path.name!r} must end in {suffix}.")
-    if len(size) != 2 or min(size) < MIN_SIZE:
-        raise ValueError(f"image_size={size} must be one number or (height, width), at least {MIN_SIZE} pixels each.")
     if model.stem[0].in_channels != 3:
         raise ValueError(f"an RGB image has 3 channels, the model takes {model.stem[0].in_channels}.")
     if pyramid and classes:
@@ -187,18 +206,19 @@ def check_request(model, path, suffix: str, image_size, classes, mean, std, pyra
         check_labels(model, classes)
     outputs = ("logits" if model.num_classes else "features",) + ("probabilities",) * bool(classes)
     outputs = tuple(f"stage{i}" for i in range(1, 5)) if pyramid else outputs
-    return Request(path, size, classes, *normalisation_of(model, mean, std), outputs)
+    place, size = check_path(path, suffix), check_size(image_size)
+    return Request(place, size, classes, *normalisation_of(model, mean, std), outputs, source)
 
 # %% ../notebooks/13_export.ipynb #cell-038
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to; what is there at the end is moved to `path`, where an older file or folder gives way.
+    """A path to write to; what is there at the end is moved to `path`, where an older export gives way.
 
     After an exception `path` is as it was, and nothing else is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as folder:
-        new, old = Path(folder, f"new{path.suffix}"), Path(folder, f"old{path.suffix}")
+        new, old = (Path(folder, name + path.suffix.lower()) for name in ("new", "old"))
         yield new
         if path.exists():
             path.rename(old)
@@ -213,14 +233,14 @@ def written_whole(path: Path) -> Iterator[Path]:
 LICENCE = "MIT for carelite's code; the weights keep the licence of the checkpoint they come from."
 
 
-def metadata(model: nn.Module, request: Request, source: str | None, **more) -> dict[str, str]:
+def metadata(model: nn.Module, request: Request, **more) -> dict[str, str]:
     """What a file says about itself, as words: model, source of the weights, classes, normalisation, and `more`."""
     from carelite import __version__
 
     cfg = getattr(model, "pretrained_cfg", None) or {}
     notes = dict(
         model=cfg.get("architecture") or type(model).__name__,
-        source=source or "not stated",
+        source=request.source or "not stated",
         classes=json.dumps(request.classes),
         mean=json.dumps(request.mean),
         std=json.dumps(request.std),
@@ -264,7 +284,8 @@ def export_coreml(
     Raises before any slow work TypeError or ValueError for a request that cannot be met, ImportError without
     coremltools. The package is written whole or not at all.
     """
-    request = check_request(model, path, ".mlpackage", image_size, classes, mean, std, pyramid)
+    options = dict(image_size=image_size, classes=classes, mean=mean, std=std, pyramid=pyramid, source=source)
+    request = check_request(model, path, ".mlpackage", **options)
     for name, value, known in (("precision", precision, PRECISIONS), ("compress", compress, COMPRESSIONS)):
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, known))}.")
@@ -275,7 +296,7 @@ def export_coreml(
     with quiet(), written_whole(request.path) as new:
         traced = trace(network, request.size, request.outputs)
         package = convert(traced, request.size, precision, request.outputs, request.classes, compress)
-        notes = metadata(model, request, source, precision=precision, compression=compress or "none")
+        notes = metadata(model, request, precision=precision, compression=compress or "none")
         describe(package, notes, bool(request.classes))
         package.save(str(new))
         (new / "executorch_debug_handle_mapping.json").unlink(missing_ok=True)
@@ -344,30 +365,21 @@ def import_onnxruntime():
     return onnxruntime
 
 # %% ../notebooks/13_export.ipynb #cell-071
-def export_onnx(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    image_size: int | Sequence[int],
-    classes: Sequence | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    pyramid: bool = False,
-    source: str | None = None,
-) -> Path:
+def export_onnx(model: nn.Module, path: str | Path, **options) -> Path:
     """Write an ONNX file (float32, batch size free) that ONNX Runtime has run and found right; returns its path.
 
     Input `image` (B, 3, H, W), float32, RGB in 0..255; outputs logits, and probabilities where there are `classes`, or
-    features, or stage1 to stage4. Arguments as in `export_coreml`; labels and normalisation are in the metadata.
+    features, or stage1 to stage4. Arguments as in `export_coreml`, `precision` and `compress` excepted; `path` ends in
+    .onnx; labels and normalisation are in the metadata.
     Raises TypeError or ValueError for a request that cannot be met, ImportError without ONNX Runtime, before any slow
     work; ArithmeticError where ONNX Runtime departs from PyTorch at batch 1, 2 or 5. Then there is no file.
     """
-    request = check_request(model, path, ".onnx", image_size, classes, mean, std, pyramid)
+    request = check_request(model, path, ".onnx", **options)
     import_onnxruntime()
-    notes = metadata(model, request, source, precision="float32", opset=OPSET)
+    notes = metadata(model, request, precision="float32", opset=OPSET)
     notes["exporter"] = f"{EXPORTER} {torch.__version__}"
     with written_whole(request.path) as new:
-        packaged = Packaged(prepare(model, request.mean, request.std, pyramid), request.outputs)
+        packaged = Packaged(prepare(model, request.mean, request.std, request.pyramid), request.outputs)
         save_onnx(packaged, new, request.size, request.outputs, notes)
         check_onnx(new, copy.deepcopy(model).cpu().float().eval(), request)
     return request.path

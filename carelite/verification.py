@@ -3,10 +3,11 @@
 # %% auto #0
 __all__ = ['MARKER', 'STORED', 'FLOATS', 'TENSORS', 'PLAIN', 'OPERATIONS', 'TOLERANCE', 'AGREEMENT', 'ROUNDED_IMAGES', 'DEPARTED',
            'real_images', 'PackageError', 'read_record', 'located', 'read_weights', 'read_model', 'declared', 'decode',
-           'operation', 'Step', 'check_parameters', 'compile_step', 'image_input', 'check_names', 'StoredProgram',
-           'Program', 'load_program', 'rounded_to_half', 'bits', 'package_names', 'Report', 'nearest_storable',
-           'compare_constant', 'compare_constants', 'compare_classes', 'compare_outputs', 'Recorder', 'departures',
-           'predict_with_coreml', 'compare_coreml', 'compare', 'verify']
+           'operation', 'Step', 'check_parameters', 'compile_step', 'image_input', 'check_names', 'read_constant',
+           'StoredProgram', 'Program', 'load_program', 'rounded_to_half', 'bits', 'package_names', 'Report',
+           'report_lines', 'nearest_storable', 'compare_constant', 'compare_constants', 'compare_classes',
+           'compare_outputs', 'compare_labels', 'Recorder', 'compare_computed', 'departures', 'predict_with_coreml',
+           'compare_coreml', 'compare', 'verify']
 
 # %% ../notebooks/14_verification.ipynb #cell-005
 import copy
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 
@@ -178,13 +180,20 @@ OPERATIONS: dict[str, Callable] = {
     "mul": lambda x, y: x * y,
     "real_div": lambda x, y: x / y,
     "linear": lambda x, weight, bias=None: F.linear(x, weight, bias),
+    "pow": lambda x, y: x**y,
+    "clip": lambda x, alpha, beta: x.clamp(alpha, beta),
     "relu": lambda x: x.clamp(min=0),
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
     "elu": lambda x, alpha=1.0: torch.where(x > 0, x, alpha * torch.expm1(x)),
     "softmax": lambda x, axis=-1: x.softmax(axis),
     "reduce_sum": lambda x, axes, keep_dims=False: x.sum(axes, keepdim=keep_dims),
     "reduce_mean": lambda x, axes, keep_dims=False: x.mean(axes, keepdim=keep_dims),
+    "reduce_max": lambda x, axes, keep_dims=False: x.amax(axes, keepdim=keep_dims),
+    "reduce_l2_norm": lambda x, axes, keep_dims=False: x.square().sum(axes, keepdim=keep_dims).sqrt(),
+    "reduce_log_sum_exp": lambda x, axes, keep_dims=False: x.logsumexp(axes, keepdim=keep_dims),
     "reshape": lambda x, shape: x.reshape(shape),
+    "transpose": lambda x, perm: x.permute(perm),
+    "squeeze": lambda x, axes: x.squeeze(axes),
 }  # name of an operation → what it computes; its parameters are the operation's, also by name
 
 # %% ../notebooks/14_verification.ipynb #cell-035
@@ -243,13 +252,32 @@ def _concat(values, axis, interleave=False):
 
 # %% ../notebooks/14_verification.ipynb #cell-042
 @operation
+def _slice_by_index(x, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
+    """x[begin:end:stride] along every axis; a mask's True leaves `begin` or `end` out, or takes `begin` alone."""
+    place = []
+    for axis in range(x.dim()):
+        step, first, last, single = ((v[axis] if v else None) for v in (stride, begin_mask, end_mask, squeeze_mask))
+        bounds = slice(None if first else begin[axis], None if last else end[axis], step)
+        place.append(begin[axis] if single else bounds)
+    return x[tuple(place)]
+
+# %% ../notebooks/14_verification.ipynb #cell-043
+@operation
+def _avg_pool(x, kernel_sizes, pad_type, strides=(1, 1), pad=(0,), exclude_padding_from_average=False, ceil_mode=False):
+    """Means over windows, without padding."""
+    if pad_type not in ("valid", "custom") or any(pad) or ceil_mode:
+        raise PackageError("pooling with padding, or beyond the border, is unknown to the evaluator.")
+    return F.avg_pool2d(x, kernel_sizes, strides)
+
+# %% ../notebooks/14_verification.ipynb #cell-044
+@operation
 def _upsample_nearest_neighbor(x, scale_factor_height=1, scale_factor_width=1):
     """Every pixel `scale_factor_height` × `scale_factor_width` times; whole numbers only."""
     if scale_factor_height % 1 or scale_factor_width % 1:
         raise PackageError("a scale factor that is not a whole number is unknown to the evaluator.")
     return x.repeat_interleave(int(scale_factor_height), -2).repeat_interleave(int(scale_factor_width), -1)
 
-# %% ../notebooks/14_verification.ipynb #cell-043
+# %% ../notebooks/14_verification.ipynb #cell-045
 @operation
 def _upsample_bilinear(x, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None):
     """Linear between pixels, along both axes."""
@@ -258,7 +286,7 @@ def _upsample_bilinear(x, scale_factor_height=1, scale_factor_width=1, align_cor
     factors = (float(scale_factor_height), float(scale_factor_width))
     return F.interpolate(x, scale_factor=factors, mode="bilinear", align_corners=align_corners)
 
-# %% ../notebooks/14_verification.ipynb #cell-044
+# %% ../notebooks/14_verification.ipynb #cell-046
 @operation
 def _cast(x, dtype):
     """Another type. All arithmetic here is float32, so only the type declared for the result counts: see `Step`."""
@@ -266,14 +294,14 @@ def _cast(x, dtype):
         raise PackageError(f"dtype {dtype!r} is unknown to the evaluator.")
     return x
 
-# %% ../notebooks/14_verification.ipynb #cell-045
+# %% ../notebooks/14_verification.ipynb #cell-047
 @operation
 def _classify(probabilities, classes):
     """The most probable label, and the probabilities by label."""
     probabilities = probabilities.flatten()
     return classes[int(probabilities.argmax())], dict(zip(classes, probabilities.tolist()))
 
-# %% ../notebooks/14_verification.ipynb #cell-049
+# %% ../notebooks/14_verification.ipynb #cell-051
 @operation
 def _constexpr_lut_to_dense(indices, lut, shape):
     """lut[i] for the numbers i packed in `indices`, lowest bit first, in the given shape."""
@@ -284,7 +312,7 @@ def _constexpr_lut_to_dense(indices, lut, shape):
     numbers = (bits.view(count, width).int() << torch.arange(width)).sum(dim=1)
     return lut[numbers].view(shape.tolist())
 
-# %% ../notebooks/14_verification.ipynb #cell-050
+# %% ../notebooks/14_verification.ipynb #cell-052
 @operation
 def _constexpr_affine_dequantize(quantized_data, zero_point, scale, axis):
     """scale · (number − zero point), one scale and zero point per index of `axis`, in the dtype of the scale."""
@@ -292,7 +320,7 @@ def _constexpr_affine_dequantize(quantized_data, zero_point, scale, axis):
     numbers = quantized_data.float() - zero_point.float().view(shape)
     return (scale.float().view(shape) * numbers).to(scale.dtype)
 
-# %% ../notebooks/14_verification.ipynb #cell-053
+# %% ../notebooks/14_verification.ipynb #cell-055
 @dataclass(frozen=True)
 class Step:
     """One operation of a program: its type, where it stands, the names it reads, and what it declares to write."""
@@ -316,7 +344,7 @@ class Step:
             named[name] = result.half().float() if rounding and kind == "FLOAT16" else result
         return named
 
-# %% ../notebooks/14_verification.ipynb #cell-054
+# %% ../notebooks/14_verification.ipynb #cell-056
 def check_parameters(kind: str, given: Iterable[str]):
     """Raise PackageError for an operation that the evaluator does not know, or not with these parameters."""
     if kind not in OPERATIONS:
@@ -327,7 +355,7 @@ def check_parameters(kind: str, given: Iterable[str]):
     if missing := [n for n, p in parameters.items() if p.default is p.empty and n not in given]:
         raise PackageError(f"parameter {missing[0]!r} is missing.")
 
-# %% ../notebooks/14_verification.ipynb #cell-055
+# %% ../notebooks/14_verification.ipynb #cell-057
 def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> Step:
     """The step of a protobuf operation. Constants written inside it join `stored` under a name of their own.
 
@@ -348,7 +376,7 @@ def compile_step(op, where: str, stored: dict, weights: dict[int, Tensor]) -> St
             raise PackageError(f"results of type {kind} are unknown to the evaluator.")
     return Step(op.type, where, arguments, outputs)
 
-# %% ../notebooks/14_verification.ipynb #cell-058
+# %% ../notebooks/14_verification.ipynb #cell-060
 def image_input(description) -> tuple[str, tuple[int, int], bool]:
     """Name and (height, width) of a package's one image, and whether it asks for the channels as BGR.
 
@@ -363,7 +391,7 @@ def image_input(description) -> tuple[str, tuple[int, int], bool]:
         raise PackageError("an image that is not RGB or BGR of one fixed size is unknown to the evaluator.")
     return description.input[0].name, (image.height, image.width), orders[image.colorSpace]
 
-# %% ../notebooks/14_verification.ipynb #cell-059
+# %% ../notebooks/14_verification.ipynb #cell-061
 def check_names(program):
     """Raise PackageError where a step reads what nothing before it writes, or an output is never written."""
     known = {program.input, *program.stored}
@@ -374,7 +402,23 @@ def check_names(program):
     if missing := [name for name in program.outputs if name not in known]:
         raise PackageError(f"the output {missing[0]!r} is never written.")
 
-# %% ../notebooks/14_verification.ipynb #cell-060
+# %% ../notebooks/14_verification.ipynb #cell-062
+def read_constant(op, weights: dict[int, Tensor]) -> tuple:
+    """The value of a `const` or `constexpr_…` operation; the records it names, by attribute; a compressed one's parts.
+
+    The parts are what its value is made from, None where it is stored as it is.
+    """
+    files = {k: v.blobFileValue.offset for k, v in op.attributes.items() if v.HasField("blobFileValue")}
+    values = {key: decode(value, weights) for key, value in op.attributes.items() if key != "name"}
+    if op.type == "const":
+        return values["val"], files, None
+    check_parameters(op.type, values)
+    dense, (kind, shape) = OPERATIONS[op.type](**values), declared(op.outputs[0].type)
+    if (dense.dtype, tuple(dense.shape)) != (FLOATS.get(kind), shape):
+        raise PackageError(f"it makes another tensor than {kind} of shape {shape}, which is declared.")
+    return dense, files, values
+
+# %% ../notebooks/14_verification.ipynb #cell-063
 class StoredProgram:
     """What a saved ML program consists of, prepared to run.
 
@@ -398,18 +442,12 @@ class StoredProgram:
                 if op.type != "const" and not op.type.startswith("constexpr_"):
                     self.steps.append(compile_step(op, where, self.stored, weights))
                     continue
-                files = {k: v.blobFileValue.offset for k, v in op.attributes.items() if v.HasField("blobFileValue")}
+                self.stored[name], files, parts = read_constant(op, weights)
                 used.update(files.values())
-                values = {key: decode(value, weights) for key, value in op.attributes.items() if key != "name"}
-                if op.type == "const":
-                    self.stored[name] = values["val"]
-                    self.from_file |= {name: files["val"]} if files else {}
-                    continue
-                check_parameters(op.type, values)
-                self.stored[name], self.compressed[name] = OPERATIONS[op.type](**values), values
-                kind, shape = declared(op.outputs[0].type)
-                if (self.stored[name].dtype, tuple(self.stored[name].shape)) != (FLOATS.get(kind), shape):
-                    raise PackageError(f"it makes another tensor than {kind} of shape {shape}, which is declared.")
+                if parts is not None:
+                    self.compressed[name] = parts
+                elif files:
+                    self.from_file[name] = files["val"]
         self.unused = sorted(set(weights) - used)
         check_names(self)
         self.ready = {k: v.float() if isinstance(v, Tensor) else v for k, v in self.stored.items()}
@@ -424,7 +462,7 @@ class StoredProgram:
         """How many operations of each type the program has; constants are none."""
         return Counter(step.type for step in self.steps)
 
-# %% ../notebooks/14_verification.ipynb #cell-062
+# %% ../notebooks/14_verification.ipynb #cell-065
 class Program(StoredProgram):
     """A saved ML program, evaluated operation by operation in torch; see `StoredProgram`."""
 
@@ -454,7 +492,7 @@ class Program(StoredProgram):
         columns = {name: [row[name] for row in rows] for name in self.outputs}
         return {name: torch.cat(c) if isinstance(c[0], Tensor) else c for name, c in columns.items()}
 
-# %% ../notebooks/14_verification.ipynb #cell-063
+# %% ../notebooks/14_verification.ipynb #cell-066
 def load_program(path: str | Path) -> Program:
     """Read a saved package: its manifest, its protobuf and its weight file.
 
@@ -467,7 +505,7 @@ def load_program(path: str | Path) -> Program:
     model, file = read_model(path)
     return Program(model, read_weights(file.parent / "weights" / "weight.bin"))
 
-# %% ../notebooks/14_verification.ipynb #cell-068
+# %% ../notebooks/14_verification.ipynb #cell-071
 def rounded_to_half(network: nn.Module) -> nn.Module:
     """`network`, in place, with tensors and LayerNorms' eps rounded to float16, to be run in float32."""
     for module in network.modules():
@@ -475,17 +513,17 @@ def rounded_to_half(network: nn.Module) -> nn.Module:
             module.eps = float(torch.tensor(module.eps).half())
     return network.half().float()
 
-# %% ../notebooks/14_verification.ipynb #cell-078
+# %% ../notebooks/14_verification.ipynb #cell-081
 def bits(x: Tensor) -> Tensor:
     """The bit patterns of float16 or float32 values, as integers."""
     return x.contiguous().view(torch.int16 if x.dtype == torch.float16 else torch.int32)
 
-# %% ../notebooks/14_verification.ipynb #cell-079
+# %% ../notebooks/14_verification.ipynb #cell-082
 def package_names(network: nn.Module) -> dict[str, Tensor]:
     """The network's tensors by the name that a package gives them: Core ML allows letters, digits and underscores."""
     return {"network_" + re.sub(r"\W", "_", name): tensor for name, tensor in network.state_dict().items()}
 
-# %% ../notebooks/14_verification.ipynb #cell-081
+# %% ../notebooks/14_verification.ipynb #cell-084
 @dataclass
 class Report:
     """What `verify` found: `ok` where there is no fault, `str(report)` to read, and the figures by name."""
@@ -514,24 +552,28 @@ class Report:
         return not self.faults
 
     def __str__(self) -> str:
-        height, width = self.image_size
-        lines = [
-            f"{self.package}: {self.precision}, {self.size / 1e6:.2f} MB, {height}x{width} pixels, "
-            f"{self.labels} labels, {self.operations} operations",
-            f"  constants     {self.equal_constants} of {self.constants} equal bit for bit",
-            f"  compression   {self.compression}: {self.compressed_constants} constants, "
-            f"largest change {self.compression_error:.1%} of a tensor's largest weight",
-            f"  outputs       largest difference {self.difference:.1e} over {self.images} images",
-            f"  classes       {self.agreement:.1%} are PyTorch's" if self.agreement >= 0 else "  classes       none",
-            f"  rounding mode largest difference {self.rounded_difference:.1e}",
-            f"  Core ML       {self.coreml}",
-            *(f"  FAULT         {fault}" for fault in self.faults),
-            *([f"  first departs {self.departure}"] if self.departure else []),
-            "verified" if self.ok else f"NOT verified: {len(self.faults)} faults",
-        ]
-        return "\n".join(lines)
+        return "\n".join(report_lines(self))
 
-# %% ../notebooks/14_verification.ipynb #cell-083
+# %% ../notebooks/14_verification.ipynb #cell-085
+def report_lines(report: Report) -> list[str]:
+    """A report to read, line by line."""
+    height, width = report.image_size
+    return [
+        f"{report.package}: {report.precision}, {report.size / 1e6:.2f} MB, {height}x{width} pixels, "
+        f"{report.labels} labels, {report.operations} operations",
+        f"  constants     {report.equal_constants} of {report.constants} equal bit for bit",
+        f"  compression   {report.compression}: {report.compressed_constants} constants, "
+        f"largest change {report.compression_error:.1%} of a tensor's largest weight",
+        f"  outputs       largest difference {report.difference:.1e} over {report.images} images",
+        f"  classes       {report.agreement:.1%} are PyTorch's" if report.agreement >= 0 else "  classes       none",
+        f"  rounding mode largest difference {report.rounded_difference:.1e}",
+        f"  Core ML       {report.coreml}",
+        *(f"  FAULT         {fault}" for fault in report.faults),
+        *([f"  first departs {report.departure}"] if report.departure else []),
+        "verified" if report.ok else f"NOT verified: {len(report.faults)} faults",
+    ]
+
+# %% ../notebooks/14_verification.ipynb #cell-087
 def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
     """Of the values that a compressed constant's `parts` can express, those nearest to `tensor`; in float64."""
     weights = tensor.double()
@@ -541,7 +583,7 @@ def nearest_storable(parts: dict, tensor: Tensor) -> Tensor:
     scale = parts["scale"].double().view([-1 if i == parts["axis"] else 1 for i in range(tensor.dim())])
     return (weights / scale).round().clamp(-127, 127) * scale
 
-# %% ../notebooks/14_verification.ipynb #cell-084
+# %% ../notebooks/14_verification.ipynb #cell-088
 def compare_constant(name: str, stored: Tensor, tensor: Tensor, parts: dict | None, report: Report) -> bool:
     """Compare one constant with the model's tensor, and write to `report`; returns whether it is right."""
     fault = ""
@@ -563,20 +605,21 @@ def compare_constant(name: str, stored: Tensor, tensor: Tensor, parts: dict | No
         report.faults.append(f"constant {name!r}: {fault}.")
     return not fault
 
-# %% ../notebooks/14_verification.ipynb #cell-085
-def compare_constants(program: Program, network: nn.Module, report: Report):
+# %% ../notebooks/14_verification.ipynb #cell-089
+def compare_constants(program: Program, network: nn.Module, report: Report) -> dict[str, str]:
     """Compare the package's constants with the network's tensors by name, bit for bit; writes to `report`.
 
-    Faults: a constant that differs; one of the weight file, or a record, that nothing explains; a tensor the package
+    Returns the other constants of the weight file: each one's name, and that without the converter's endings.
+    Faults: a constant that differs; a record that no constant names; a tensor the package
     lacks. (The converter stores equal tensors once, so a tensor may be missing where an equal one was found.)
     Compressed constants that are right replace the network's own tensors, in place.
     """
-    expected, found = package_names(network), []
+    expected, found, others = package_names(network), [], {}
     for name, stored in program.constants().items():
         key = re.sub(r"^[pb]_|(_to_fp16)?(_palettized|_quantized)?$", "", name)
         if key not in expected:
-            if name in program.from_file:
-                report.faults.append(f"constant {name!r} of the weight file has no counterpart in the model.")
+            if name in program.from_file or name in program.compressed:
+                others[name] = key
             continue
         original = expected.pop(key)
         report.constants += 1
@@ -589,13 +632,14 @@ def compare_constants(program: Program, network: nn.Module, report: Report):
         if not any(f.shape == tensor.shape and torch.equal(bits(f), bits(tensor.to(f.dtype))) for f in found):
             report.faults.append(f"the model's {key!r} is missing from the package.")
     report.faults += [f"nothing uses the record at byte {start} of the weight file." for start in program.unused]
+    return others
 
-# %% ../notebooks/14_verification.ipynb #cell-087
+# %% ../notebooks/14_verification.ipynb #cell-091
 TOLERANCE = {"float32": 1e-4, "float16": 2e-5}  # of outputs: see `compare_outputs` for what each is compared with
 AGREEMENT = {"float32": 1.0, "float16": 0.99}  # share of the images whose class must be PyTorch's
 ROUNDED_IMAGES = 8  # rounding mode looks for overflow, and a few images show it
 
-# %% ../notebooks/14_verification.ipynb #cell-088
+# %% ../notebooks/14_verification.ipynb #cell-092
 def compare_classes(program: Program, results: dict, wanted: Tensor, report: Report):
     """Compare classes with those of PyTorch's logits `wanted`, and labels with the package's own list.
 
@@ -613,7 +657,7 @@ def compare_classes(program: Program, results: dict, wanted: Tensor, report: Rep
     elif results.get("classLabel") != [program.labels[i] for i in found]:
         report.faults.append("the package's label is not that of its largest logit.")
 
-# %% ../notebooks/14_verification.ipynb #cell-089
+# %% ../notebooks/14_verification.ipynb #cell-093
 def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: dict, report: Report):
     """Run the package on the images and compare its outputs by name; writes to `report`.
 
@@ -640,22 +684,55 @@ def compare_outputs(program: Program, images: Tensor, wanted: dict, reference: d
     if "logits" in wanted:
         compare_classes(program, results, wanted["logits"], report)
 
-# %% ../notebooks/14_verification.ipynb #cell-091
+# %% ../notebooks/14_verification.ipynb #cell-094
+def compare_labels(labels: list[str] | None, classes: Sequence, report: Report):
+    """Compare a classifier's labels, in their order, with a model's classes; writes to `report`."""
+    classes = list(map(str, classes))
+    if labels is not None and labels != classes:
+        i = next(i for i, (a, b) in enumerate(zip_longest(labels, classes)) if a != b)
+        found, wanted = (names[i] if i < len(names) else "missing" for names in (labels, classes))
+        report.faults.append(f"label {i} of the package is {found!r}, class {i} of the model {wanted!r}.")
+
+# %% ../notebooks/14_verification.ipynb #cell-096
 DEPARTED = 1e-3  # of the largest value; a constant like 1/N, rounded to float16, moves its product by half of that
 
 
 class Recorder(torch.fx.Interpreter):
-    """Runs a graph and keeps what every node computes, by name, in `values`."""
+    """Runs a graph and keeps what every node computes, by name, in `values`.
 
-    def __init__(self, graph: nn.Module):
+    Arguments: `graph`; `half`, whether constants that the graph computes, those which do not depend on its input, are
+    rounded to float16 before anything else reads them.
+    """
+
+    def __init__(self, graph: nn.Module, half: bool = False):
         super().__init__(graph)
-        self.values = {}
+        self.half, self.values, fixed = half, {}, set()
+        for node in graph.graph.nodes:
+            if node.op != "placeholder" and fixed.issuperset(node.all_input_nodes):
+                fixed.add(node)
+        self.computed = {n.name for n in fixed if n.op == "call_function" and not fixed.issuperset(n.users)}
 
     def run_node(self, node):
-        self.values[node.name] = super().run_node(node)
-        return self.values[node.name]
+        value = super().run_node(node)
+        if self.half and node.name in self.computed and isinstance(value, Tensor) and value.is_floating_point():
+            value = value.half().float()
+        self.values[node.name] = value
+        return value
 
-# %% ../notebooks/14_verification.ipynb #cell-092
+# %% ../notebooks/14_verification.ipynb #cell-097
+def compare_computed(program: Program, recorder: Recorder, names: dict[str, str], report: Report):
+    """Compare constants that are no weights with the nodes of their names in `recorder`; writes to `report`."""
+    recorder.run(torch.zeros(1, 3, *program.image_size))
+    for name, key in names.items():
+        stored, value = program.stored[name], recorder.values.get(key) if key in recorder.computed else None
+        if value is None:
+            report.faults.append(f"constant {name!r} of the weight file has no counterpart in the model.")
+        elif stored.shape != value.shape or not torch.allclose(
+            stored.float(), value, 2 * torch.finfo(stored.dtype).eps, 1e-6
+        ):
+            report.faults.append(f"constant {name!r} is not what the model computes.")
+
+# %% ../notebooks/14_verification.ipynb #cell-098
 def departures(program: Program, network: nn.Module, outputs: Sequence[str], image: UInt8[Tensor, "3 H W"]) -> dict:
     """For every step with a counterpart in PyTorch's graph: the difference, relative to the largest value there."""
     recorder = Recorder(trace(network, program.image_size, outputs).module())
@@ -668,7 +745,7 @@ def departures(program: Program, network: nn.Module, outputs: Sequence[str], ima
                 found[step.where] = float((values[name] - node).abs().max() / node.abs().max().clamp(min=1e-12))
     return found
 
-# %% ../notebooks/14_verification.ipynb #cell-094
+# %% ../notebooks/14_verification.ipynb #cell-100
 def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     """Core ML's own outputs for an RGB image in 0..255, a dictionary; for a batch of images a list of them.
 
@@ -684,7 +761,7 @@ def predict_with_coreml(path: str | Path, image: UInt8[Tensor, "*B 3 H W"]):
     results = [model.predict({name: Image.fromarray(one.permute(1, 2, 0).numpy())}) for one in batch]
     return results if image.dim() == 4 else results[0]
 
-# %% ../notebooks/14_verification.ipynb #cell-095
+# %% ../notebooks/14_verification.ipynb #cell-101
 def compare_coreml(path: Path, images: Tensor, wanted: dict, report: Report):
     """Where Core ML exists, run it on a few images and write what it gives to `report`."""
     if sys.platform != "darwin":
@@ -698,7 +775,7 @@ def compare_coreml(path: Path, images: Tensor, wanted: dict, report: Report):
         lines.append(f"{name}: largest difference {difference:.1e}, largest entry the same in {same} of {len(found)}")
     report.coreml = "; ".join(lines)
 
-# %% ../notebooks/14_verification.ipynb #cell-096
+# %% ../notebooks/14_verification.ipynb #cell-102
 @torch.no_grad()
 def compare(program: Program, model: nn.Module, images: Tensor, mean, std, report: Report) -> dict[str, Tensor]:
     """Compare a package's constants and outputs with the model's; writes to `report`, returns the model's outputs."""
@@ -706,7 +783,7 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
     network = prepare(model, mean, std, pyramid)
     if report.precision == "float16":
         network = rounded_to_half(network)
-    compare_constants(program, network, report)
+    others = compare_constants(program, network, report)
     if tuple(images.shape[-2:]) != program.image_size:
         raise PackageError(f"it takes images of {program.image_size}, given are {tuple(images.shape[-2:])}.")
     outputs = [f"stage{i}" for i in range(1, 5)] if pyramid else ["logits" if model.num_classes else "features"]
@@ -714,7 +791,12 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
         raise PackageError(f"the package has no output {missing[0]!r}, only {program.outputs}.")
     batches = [batch.float() for batch in images.split(32)]
     wanted = zip(*(original_outputs(model, batch, mean, std, outputs) for batch in batches))
-    reference = zip(*(Packaged(network, outputs)(batch) for batch in batches))
+    if others:
+        recorder = Recorder(trace(network, program.image_size, outputs).module(), report.precision == "float16")
+        compare_computed(program, recorder, others, report)
+        reference = zip(*(recorder.run(image[None].float()) for image in images))
+    else:
+        reference = zip(*(Packaged(network, outputs)(batch) for batch in batches))
     wanted, reference = (dict(zip(outputs, map(torch.cat, rows))) for rows in (wanted, reference))
     before = len(report.faults)
     compare_outputs(program, images, wanted, reference, report)
@@ -724,15 +806,21 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
         report.departure = first and f"{first}, by {relative[first]:.1e} of its largest value"
     return wanted
 
-# %% ../notebooks/14_verification.ipynb #cell-097
+# %% ../notebooks/14_verification.ipynb #cell-103
 def verify(
-    package: str | Path, model: nn.Module, images: UInt8[Tensor, "B 3 H W"] | None = None, *, mean=None, std=None
+    package: str | Path,
+    model: nn.Module,
+    images: UInt8[Tensor, "B 3 H W"] | None = None,
+    *,
+    mean=None,
+    std=None,
+    classes=None,
 ) -> Report:
     """Check a saved package against the model it was made from, on images, without Core ML.
 
     Arguments: `package`, a path; `model`, a carelite model, left as it is; `images`, RGB bytes of the package's size,
     by default a hundred `real_images`; `mean` and `std` as the model was trained with, by default those of
-    `model.pretrained_cfg`.
+    `model.pretrained_cfg`; `classes`, the model's in their order, which a classifier's labels must be.
     Checks that every constant is the fused model's, bit for bit (compressed: the nearest that can be stored), that
     outputs agree (float32: with the model's, to 1e-4; float16: with those of the weights rounded to float16, to 2e-5;
     both times the largest value where that exceeds 1), that classes agree with the model's, and size and labels. What
@@ -755,6 +843,8 @@ def verify(
         if program.compressed:
             palette = "lut" in next(iter(program.compressed.values()))
             report.compression = "palettize6" if palette else "int8"
+        if classes is not None:
+            compare_labels(program.labels, classes, report)
         wanted = compare(program, model, images, mean, std, report)
         compare_coreml(package, images, wanted, report)
     except PackageError as error:

@@ -54,6 +54,8 @@ def test_settings_refuse():
         ({"models": ("care_s9",)}, "care_s9"),
         ({"precision": "int3"}, "int3"),
         ({"rounds": 0}, "1"),
+        ({"device": "cuda:99"}, "cuda:99.*cpu"),
+        ({"device": "abacus"}, "abacus"),
     ):
         with pytest.raises(ValueError, match=message):
             Settings(**fault)

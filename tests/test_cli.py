@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from carelite.__main__ import build_parser, main
+from carelite.__main__ import build_parser, load_for_export, main
 from helpers import official_state_dict
 
 pytestmark = pytest.mark.unchecked
@@ -93,6 +93,11 @@ def test_export_and_verify(run, tmp_path, capsys):
     main(["verify", str(package), "--checkpoint", str(checkpoint)])
     out = capsys.readouterr().out
     assert "float16 int8" in out and "over 100 images" in out and "\nverified" in out
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join("0124356789"))
+    with pytest.raises(SystemExit) as status:
+        main(["verify", str(package), "--checkpoint", str(checkpoint), "--classes", str(labels)])
+    assert status.value.code == 1 and "label 3 of the package is '3'" in capsys.readouterr().out
     (weights,) = package.rglob("weight.bin")
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 255
@@ -102,10 +107,32 @@ def test_export_and_verify(run, tmp_path, capsys):
     assert status.value.code == 1
 
 
+def test_bad_exports(run, tmp_path, capsys):
+    """One line that says what is wrong, before any work."""
+    labels = tmp_path / "latin.txt"
+    labels.write_bytes("Käse".encode("latin-1"))
+    checkpoint = str(run / "model.safetensors")
+    for flags, message in (
+        (["--image-size", "0"], "image_size=0"),
+        (["--image-size", "-224"], "image_size=-224"),
+        (["--pyramid", "--classes", str(labels)], "leave --classes"),
+        (["--classes", str(labels)], f"{labels} is no text"),
+        (["--model", "care_s0"], "is of cas_vit_xs, not of care_s0"),
+        ([str(tmp_path / "x.mlmodel")], "must end in .mlpackage"),
+    ):
+        with pytest.raises(SystemExit) as status:
+            main(["export", checkpoint, *flags])
+        error = capsys.readouterr().err
+        assert status.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+    for flags in ([], ["--model", "cas_vit_xs"]):  # what the checkpoint says of itself holds with --model too
+        _, known = load_for_export(build_parser().parse_args(["export", checkpoint, *flags]))
+        assert known["image_size"] == 32 and known["classes"] == tuple("0123456789")
+
+
 def test_export_of_what_was_not_trained(tmp_path, capsys):
     """ONNX, random weights only by name, and an official file with the model's name."""
-    main(["export", "cas_vit_xs", str(tmp_path / "random.onnx"), "--random-weights", "--image-size", "64"])
-    assert "random weights" in capsys.readouterr().out and (tmp_path / "random.onnx").is_file()
+    main(["export", "cas_vit_xs", str(tmp_path / "random.ONNX"), "--random-weights", "--image-size", "64"])
+    assert "random weights" in capsys.readouterr().out and (tmp_path / "random.ONNX").is_file()
     for source in (["cas_vit_xs"], [str(tmp_path / "official.pth"), "--model", "cas_vit_s"]):
         torch.save({"model": official_state_dict("cas_vit_xs")}, tmp_path / "official.pth")
         with pytest.raises(SystemExit) as status:  # no weights, and those of another model
@@ -113,7 +140,7 @@ def test_export_of_what_was_not_trained(tmp_path, capsys):
         assert status.value.code == 2
     errors = capsys.readouterr().err
     assert "--random-weights" in errors and "another model" in errors
-    assert {p.name for p in tmp_path.iterdir()} == {"random.onnx", "official.pth"}
+    assert {p.name for p in tmp_path.iterdir()} == {"random.ONNX", "official.pth"}
 
 
 def test_bench(tmp_path, capsys):
@@ -140,6 +167,7 @@ def test_bench(tmp_path, capsys):
         (["predict", "nowhere.png", "--checkpoint", "nowhere.safetensors"], "nowhere"),
         (["verify", "nowhere.mlpackage", "--checkpoint", "nowhere.safetensors"], "nowhere"),
         (["bench", "--models", "care_s9"], "care_s9"),
+        (["bench", "--device", "cuda:99"], "cuda:99"),
     ),
 )
 def test_bad_input_is_one_clear_line(command, message, capsys, tmp_path, monkeypatch):
