@@ -14,7 +14,7 @@ from carelite.attention_family import ATTENTIONS
 from carelite.self_attention import AllocatedBytes, count_macs
 from helpers import fill_in_place, images
 
-CORES = {name: ATTENTIONS[name] for name in ("efficient", "performer", "nystrom", "focused", "agent")}
+CORES = {name: ATTENTIONS[name] for name in ("softmax", "efficient", "performer", "nystrom", "focused", "agent")}
 MIXERS = CORES | {"mlla": ATTENTIONS["mlla"]}
 each_core = pytest.mark.parametrize("name", CORES)
 each_mixer = pytest.mark.parametrize("name", MIXERS)
@@ -51,7 +51,7 @@ def softmax_rows(q, k, heads=2):
 # --- what defines each ---
 
 
-@pytest.mark.parametrize("name", ("efficient", "performer", "focused", "agent"))
+@pytest.mark.parametrize("name", ("softmax", "efficient", "performer", "focused", "agent"))
 def test_rows_are_means(name):
     rows = implied_rows(CORES[name](32, 2).double(), *queries_and_keys())
     assert_close(rows.sum(dim=-1), torch.ones_like(rows[..., 0]), atol=1e-4, rtol=0)
@@ -185,6 +185,24 @@ def test_mlla_without_its_terms_is_linear_attention():
 def test_heads_must_divide(name):
     with pytest.raises(ValueError, match="divisible"):
         CORES[name](32, 3)
+    for heads in (0, -2):
+        with pytest.raises(ValueError, match=f"num_heads={heads}"):
+            CORES[name](32, heads)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("performer", "num_features"),
+        ("nystrom", "grid"),
+        ("nystrom", "iterations"),
+        ("agent", "grid"),
+        ("focused", "power"),
+    ],
+)
+def test_a_size_below_one_is_refused(name, size):
+    with pytest.raises(ValueError, match=f"{size}=0"):
+        CORES[name](32, 2, **{size: 0})
 
 
 # --- what all keep ---
@@ -249,6 +267,7 @@ def formula(name, d, tokens, heads=2, m=64, landmarks=16):
     """MACs, as derived in the notebook."""
     head_dim = d // heads
     per_token = {
+        "softmax": 4 * d * d + 2 * d * tokens,
         "efficient": 4 * d * d + 2 * d * head_dim,
         "performer": 4 * d * d + 4 * m * d,
         "nystrom": 4 * d * d + 4 * landmarks * d,
@@ -267,7 +286,7 @@ def test_macs_are_the_formulas(name):
 
 
 @each_mixer
-def test_nothing_is_quadratic_in_tokens(name):
+def test_only_softmax_is_quadratic_in_tokens(name):
     mixer = MIXERS[name](32, 2)
     with torch.no_grad():
         totals = []
@@ -275,7 +294,7 @@ def test_nothing_is_quadratic_in_tokens(name):
             with AllocatedBytes() as count:
                 mixer(torch.zeros(1, 32, 8, width))
             totals.append(count.total)
-    assert totals[2] - totals[1] == totals[1] - totals[0]
+    assert (totals[2] - totals[1] == totals[1] - totals[0]) == (name != "softmax")
 
 
 # --- swapped into models ---
