@@ -13,10 +13,10 @@ import carelite
 
 def configuration(args: argparse.Namespace):
     """The TrainConfig of a preset, a file or a run to resume, with the values given by flags."""
-    from carelite.training import PRESETS, TrainConfig, read_config
+    from carelite.training import PRESETS, TrainConfig, read_config, read_state
 
     if getattr(args, "resume", None):
-        base = read_config(Path(args.resume, "config.json"))
+        base = read_state(Path(args.resume, "state.pt"))["config"]
     else:
         base = read_config(args.config) if args.config else PRESETS[args.preset or "quick"]
     names = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -43,10 +43,14 @@ def splits_of(config):
 
 def train(args: argparse.Namespace) -> Path:
     """Train a model into --output, or go on with the run in --resume; returns the path of the weights."""
-    from carelite.training import train
+    from carelite.training import check_place, train
 
-    config, resume = configuration(args), getattr(args, "resume", None)
+    resume = getattr(args, "resume", None)
+    if resume and args.output:
+        raise ValueError("--resume goes on in its own folder: leave --output out.")
+    config = configuration(args)
     folder = Path(resume or args.output or f"runs/{config.model}")
+    check_place(config, folder)
     train(config, splits_of(config), folder, resume=bool(resume))
     if int(os.environ.get("RANK", 0)) == 0:
         last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
@@ -59,29 +63,39 @@ def train(args: argparse.Namespace) -> Path:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Print a checkpoint's accuracy on held-out images, in all and by class, and draw its confusion matrix."""
-    from carelite.training import TrainConfig, evaluate, load_checkpoint, plot_confusion, read_config
+    from carelite.data import load_test_images
+    from carelite.training import evaluate, load_checkpoint, plot_confusion, read_config
 
     checkpoint = Path(args.checkpoint)
     model, meta = load_checkpoint(checkpoint)
     beside = checkpoint.parent / "config.json"
-    config = read_config(beside) if beside.is_file() else TrainConfig()
-    given = {name: getattr(args, name) for name in ("data", "skip_faults") if getattr(args, name) is not None}
-    splits = splits_of(dataclasses.replace(config, image_size=meta.image_size, **given))
-    if splits.classes != meta.classes:
-        raise ValueError(f"{checkpoint} was trained on the classes {list(meta.classes)}, not {list(splits.classes)}.")
-    result = evaluate(model, splits.val, workers=config.workers)
+    config = read_config(beside) if beside.is_file() else None
+    if not (args.data or config):
+        raise ValueError(f"there is no {beside} to say what {checkpoint} was trained on: name the images with --data.")
+    data, skip = args.data or config.data, args.skip_faults or bool(config and config.skip_faults)
+    own = bool(config) and same_data(data, config.data)
+    images, what = load_test_images(data, meta.image_size, meta.classes, own=own, skip_faults=skip)
+    result = evaluate(model, images, workers=config.workers if config else 0)
     print(
-        f"{checkpoint}: {result.accuracy:.2%} of {len(result.labels)} held-out images right, "
+        f"{checkpoint}: {result.accuracy:.2%} of {len(result.labels)} {what} right, "
         f"{result.top(5):.2%} among the top five, mean loss {result.loss:.3f}"
     )
-    rows = zip(result.class_accuracy.tolist(), result.confusion.sum(dim=1).tolist(), meta.classes)
-    for accuracy, count, name in sorted(rows)[:20]:
+    rows = list(zip(result.class_accuracy.tolist(), result.confusion.sum(dim=1).tolist(), meta.classes))
+    for accuracy, count, name in sorted(row for row in rows if row[1])[:20]:
         print(f"  {accuracy:7.2%} of {count:5d}  {name}")
+    if without := [name for _, count, name in rows if not count]:
+        print(f"  no held-out images: {', '.join(without)}")
     if len(meta.classes) > 20:
         print(f"  … the 20 worst of {len(meta.classes)} classes")
     picture = Path(args.figure or checkpoint.parent / "confusion.png")
     plot_confusion(result, meta.classes).savefig(picture, dpi=120)
     print(f"confusion matrix: {picture}")
+
+
+def same_data(one: str, other: str) -> bool:
+    """Whether two values of `data` name the same images: the same word, or the same folder."""
+    (kind, _, path), (other_kind, _, other_path) = one.partition(":"), other.partition(":")
+    return kind == other_kind and Path(path).resolve() == Path(other_path).resolve()
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -120,29 +134,41 @@ def compare(args: argparse.Namespace) -> None:
     import timm
     import torch
 
-    from carelite.training import FREE, TrainConfig, train
+    from carelite.training import FREE, TrainConfig, check_place, is_finished, load_checkpoint, train, write_text
 
     config, path = configuration(args), Path(args.results)
+    if path.is_dir():
+        raise ValueError(f"--results {path} is a folder: name a file in it.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    output = Path(args.output or "runs/compare")
+    check_place(config, output)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig)}
     own = ("model", *FREE)  # what does not belong to the recipe
     flags = [f"--{n.replace('_', '-')} {value}" for n, value in given.items() if value is not None and n not in own]
     recipe = {name: value for name, value in dataclasses.asdict(config).items() if name not in own}
     report = dict(command=" ".join(["carelite compare", *flags]), recipe=recipe, models={})
     if path.is_file():
-        report = json.loads(path.read_text())
-        if report["recipe"] != recipe:
+        try:
+            report = json.loads(path.read_text())
+            other = report["recipe"] != recipe or not isinstance(report["models"], dict)
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{path} is no file of results: name another one with --results.") from error
+        if other:
             raise ValueError(f"{path} holds results of another recipe: name another file with --results.")
     report["versions"] = dict(torch=torch.__version__, timm=timm.__version__, python=platform.python_version())
     splits = splits_of(config)
     for name in args.models or carelite.list_models():
-        folder = Path(args.output or "runs/compare", name)
-        resume = (folder / "state.pt").is_file()  # an interrupted comparison goes on
-        model = train(dataclasses.replace(config, model=name), splits, folder, resume=resume)
+        folder, own_config = output / name, dataclasses.replace(config, model=name)
+        if name in report["models"]:
+            continue
+        if not is_finished(folder, own_config):
+            resume = (folder / "state.pt").is_file()  # an interrupted comparison goes on
+            train(own_config, splits, folder, resume=resume)
+        model, _ = load_checkpoint(folder / "model.safetensors")
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         parameters = sum(p.numel() for p in model.parameters())
         report["models"][name] = dict(parameters=parameters, log=log)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        write_text(path, json.dumps(report, indent=1) + "\n")
     for name, entry in report["models"].items():
         last = entry["log"][-1]
         print(f"{name:<12}{last['val_accuracy']:8.2%} of {last['val_images']} after {last['seconds']:6.0f} s")
@@ -156,6 +182,9 @@ def bench_training(args: argparse.Namespace) -> None:
 
     from carelite.training import measure_training
 
+    if not args.config:  # a recipe for photographs; batches that one process can hold
+        args.preset, args.batch_size = args.preset or "care", args.batch_size or 32
+        args.workers = 1 if args.workers is None else args.workers
     config = configuration(args)
     print(f"{config.model}, {config.image_size} x {config.image_size}, batches of {config.batch_size}, "
           f"{config.workers} workers, {args.steps} steps")  # fmt: skip
@@ -399,7 +428,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_training_flags(command(train), resume=True)
     evaluating = command(evaluate)
     evaluating.add_argument("checkpoint", help="model.safetensors of a run")
-    evaluating.add_argument("--data", help="digits, fashion_mnist or folder:PATH; default: the run's")
+    evaluating.add_argument(
+        "--data", help="digits, fashion_mnist or folder:PATH (all of it); default: what the run held out"
+    )
     evaluating.add_argument("--skip-faults", action="store_true", default=None, help="leave unreadable files out")
     evaluating.add_argument("--figure", help="the confusion matrix; default: confusion.png beside the checkpoint")
     predicting = command(predict)
@@ -411,7 +442,6 @@ def build_parser() -> argparse.ArgumentParser:
     comparing.add_argument("--results", default="runs/compare/results.json", help="default: runs/compare/results.json")
     benching = command(bench_training)
     add_training_flags(benching)
-    benching.set_defaults(preset="care", batch_size=32, workers=1)
     benching.add_argument("--steps", type=int, default=10, help="steps to measure; default: 10")
     exporting = command(export)
     exporting.add_argument("checkpoint", help="model.safetensors of a run; with --random-weights the name of a model")

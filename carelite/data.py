@@ -2,15 +2,18 @@
 
 # %% auto #0
 __all__ = ['SYSTEM_FOLDERS', 'IMAGE_SUFFIXES', 'ImageSplits', 'load_digits_splits', 'normalise', 'to_rgb', 'open_image', 'fit',
-           'load_image', 'is_clutter', 'image_files', 'class_folders', 'reading_fault', 'without_unreadable',
-           'class_faults', 'report_faults', 'hold_out', 'ImageFiles', 'FittedImages', 'load_folder_splits', 'read_idx',
-           'load_fashion_mnist_splits', 'load_splits', 'as_pillow', 'keep_a_bit', 'posterize', 'training_transform',
-           'seeded', 'AugmentedImages', 'EpochSampler']
+           'load_image', 'is_clutter', 'image_files', 'class_folders', 'split_sides', 'reading_fault',
+           'without_unreadable', 'class_faults', 'report_faults', 'hold_out', 'ImageFiles', 'FittedImages', 'labelled',
+           'folder_in', 'load_folder_splits', 'load_test_images', 'read_idx', 'load_fashion_mnist_splits',
+           'load_splits', 'as_pillow', 'keep_a_bit', 'posterize', 'training_transform', 'seeded', 'AugmentedImages',
+           'EpochSampler']
 
 # %% ../notebooks/08_data.ipynb #cell-005
 import gzip
+import hashlib
 import os
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,12 +41,14 @@ class ImageSplits:
     """Images to train on, images held out, and what the classes are called.
 
     `val` is a map-style data set of (uint8 image (3, H, W), class index), all of one size; `train` the same, or of
-    (upright RGB image of Pillow, of any size; class index). `classes` are the names by index.
+    (upright RGB image of Pillow, of any size; class index). `classes` are the names by index. `listing` is a number
+    that follows from the files and their classes, where the images come from a folder.
     """
 
     train: Dataset
     val: Dataset
     classes: tuple[str, ...]
+    listing: str = ""
 
 # %% ../notebooks/08_data.ipynb #cell-028
 def load_digits_splits(image_size: int = 32) -> ImageSplits:
@@ -135,10 +140,18 @@ def is_clutter(name: str) -> bool:
 
 
 def image_files(folder: str | Path) -> list[Path]:
-    """The image files in and below `folder`, by their suffix, in order; hidden and system folders are left out."""
-    files = []
+    """The image files in and below `folder`, by their suffix, in order; hidden and system folders are left out.
+
+    Links are followed, but no folder is entered twice, and none that `folder` lies in.
+    """
+    files, top = [], Path(folder).resolve()
+    seen = {top, *top.parents}
+
+    def is_new(path: Path) -> bool:
+        return not (path.resolve() in seen or seen.add(path.resolve()))
+
     for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not is_clutter(name))
+        folders[:] = [name for name in sorted(folders) if not is_clutter(name) and is_new(Path(place, name))]
         images = (name for name in sorted(names) if Path(name).suffix.lower() in IMAGE_SUFFIXES)
         files += [Path(place, name) for name in images if not is_clutter(name)]
     return files
@@ -147,14 +160,34 @@ def image_files(folder: str | Path) -> list[Path]:
 def class_folders(folder: Path) -> dict[str, list[Path]]:
     """The image files of each class, one folder for each, by the classes' names in order.
 
-    Raises ValueError where `folder` has no folders.
+    Raises ValueError where `folder` has no folders, or one whose name is no text in UTF-8.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_clutter(entry.name))
     if not names:
         raise ValueError(f"{folder} has no folders of images, one for each class.")
+    if strange := [ascii(name) for name in names if re.search("[\ud800-\udfff]", name)]:
+        raise ValueError(f"{folder} has folders whose names are not in UTF-8: {', '.join(strange)}. Rename them.")
     return {name: image_files(folder / name) for name in names}
 
 # %% ../notebooks/08_data.ipynb #cell-070
+def split_sides(path: Path) -> list[Path]:
+    """The folders train and val in `path`, in capitals or not, if it is laid out so; none if it has a folder per class.
+
+    They are sides if they hold folders. A folder train with nothing but images is a class of that name.
+    Raises ValueError where one side is there without the other, or one of them twice.
+    """
+    folders = [entry for entry in sorted(path.iterdir()) if entry.name.lower() in ("train", "val") and entry.is_dir()]
+    sides = [f for f in folders if any(e.is_dir() and not is_clutter(e.name) for e in f.iterdir())]
+    if len(sides) == 2 and len({side.name.lower() for side in sides}) == 2:
+        return sorted(sides, key=lambda side: side.name.lower())
+    if sides:
+        raise ValueError(
+            f"{path} must have the folders train and val, once each, with a folder for each class in them, or "
+            f"directly a folder for each class; of these sides it has {', '.join(side.name for side in sides)}."
+        )
+    return []
+
+# %% ../notebooks/08_data.ipynb #cell-073
 def reading_fault(path: Path) -> str:
     """What Pillow says of a file that it cannot read to the end, naming it; otherwise nothing."""
     try:
@@ -184,28 +217,38 @@ def class_faults(train: dict[str, list[Path]], val: dict[str, list[Path]]) -> li
     faults += [f"class {name!r} has no held-out images" for name, files in train.items() if files and not val.get(name)]
     return faults + [f"class {name!r} is held out, but unknown in training" for name in val if name not in train]
 
-# %% ../notebooks/08_data.ipynb #cell-071
+# %% ../notebooks/08_data.ipynb #cell-074
 def report_faults(path: Path, faults: list[str], skip_faults: bool) -> None:
     """Print the faults of an image folder if they may be skipped; otherwise raise ValueError with the first twenty."""
     if faults and not skip_faults:
         more = [f"… and {len(faults) - 20} more"] * (len(faults) > 20)
         listed = "".join(f"\n  {fault}" for fault in faults[:20] + more)
-        raise ValueError(f"{path} has {len(faults)} faults; mend them, or leave them out with skip_faults:{listed}")
+        raise ValueError(f"{path} has {len(faults)} faults; mend them, or pass over them with skip_faults:{listed}")
     for fault in faults:
-        print(f"left out: {fault}")
+        print(f"passed over: {fault}")
 
-# %% ../notebooks/08_data.ipynb #cell-073
-def hold_out(classes: dict[str, list[Path]], share: float, seed: int) -> tuple[dict, dict]:
-    """Split every class at random, as `seed` decides: (to train on, held out); a class of two gives at least one."""
+# %% ../notebooks/08_data.ipynb #cell-076
+def hold_out(path: Path, classes: dict[str, list[Path]], share: float = 0.2) -> tuple[dict, dict]:
+    """Split every class in two: (to train on, held out). About `share` of the files below `path` are held out.
+
+    A file's side follows from its path below `path` alone. So it keeps it, whatever files are added or removed beside
+    it; only where a whole class would come to one side does its first or last file go to the other.
+    """
+
+    def draw(file: Path) -> float:
+        """A number in [0, 1) that looks random."""
+        name = os.fsencode(file.relative_to(path).as_posix())
+        return int.from_bytes(hashlib.sha256(name).digest()[:6], "big") / 2**48
+
     train, val = {}, {}
-    for i, (name, files) in enumerate(classes.items()):
-        order = np.random.default_rng((seed, i)).permutation(len(files))
-        count = max(round(share * len(files)), 1) if len(files) > 1 else 0
-        val[name] = [files[k] for k in sorted(order[:count])]
-        train[name] = [files[k] for k in sorted(order[count:])]
+    for name, files in classes.items():
+        drawn = sorted((draw(file), file) for file in files)
+        count = sum(number < share for number, _ in drawn)
+        count = min(max(count, 1), len(files) - 1) if files else 0  # with two images or more, one at least on each side
+        val[name], train[name] = (sorted(file for _, file in part) for part in (drawn[:count], drawn[count:]))
     return train, val
 
-# %% ../notebooks/08_data.ipynb #cell-075
+# %% ../notebooks/08_data.ipynb #cell-078
 class ImageFiles(Dataset):
     """(upright RGB image of Pillow, class index) from files: `samples` are pairs (path, class index)."""
 
@@ -233,46 +276,86 @@ class FittedImages(Dataset):
         image, label = self.dataset[i]
         return fit(image, self.image_size), label
 
-# %% ../notebooks/08_data.ipynb #cell-076
+
+def labelled(files: dict[str, list[Path]], classes: Sequence[str]) -> ImageFiles:
+    """The files of each class with their class index, in the order of `classes`."""
+    return ImageFiles([(file, k) for k, name in enumerate(classes) for file in files.get(name, [])])
+
+# %% ../notebooks/08_data.ipynb #cell-079
+def folder_in(path: str | Path) -> Path:
+    """`path`, if there is a folder. Raises FileNotFoundError otherwise."""
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"no folder of images at {path}.")
+    return Path(path)
+
+
 def load_folder_splits(
-    path: str | Path, image_size: int, *, share: float = 0.2, seed: int = 0, skip_faults: bool = False
+    path: str | Path, image_size: int, *, share: float = 0.2, skip_faults: bool = False
 ) -> ImageSplits:
     """Images from folders, one for each class: PATH/train/CLASS and PATH/val/CLASS, or PATH/CLASS.
 
     Arguments: `image_size` of the held-out images, in pixels; `share` of the images of a class to hold out where
-    there is no PATH/val, drawn as `seed` decides. Every file is read once. Files that cannot be read, classes
-    without images or missing on one side are an error that lists them, or, with `skip_faults`, printed and left out.
+    there is no PATH/val, see `hold_out`. Every file is read once. Files that cannot be read, classes without images
+    or missing on one side are an error that lists them. With `skip_faults` they are printed and passed over: such
+    files and classes are left out, but a class that only has no held-out images is trained all the same.
     Raises FileNotFoundError where there is no folder, ValueError for faults and for fewer than two classes.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"no folder of images at {path}.")
-    sides = [path / "train", path / "val"]
-    if sides[0].is_dir() != sides[1].is_dir():
-        raise ValueError(f"{path} has only one of the folders train and val: it needs both, or one folder per class.")
-    if sides[0].is_dir():
+    path = folder_in(path)
+    if sides := split_sides(path):
         (train, faults), (val, more) = (without_unreadable(class_folders(side)) for side in sides)
         faults += more
     else:
         kept, faults = without_unreadable(class_folders(path))
-        train, val = hold_out(kept, share, seed)
+        train, val = hold_out(path, kept, share)
     faults += class_faults(train, val)
     report_faults(path, faults, skip_faults)
     classes = tuple(name for name, files in train.items() if files)
     if len(classes) < 2:
         raise ValueError(f"{path} has images of {len(classes)} class; it takes two to learn a difference.")
-    parts = [
-        ImageFiles([(file, k) for k, name in enumerate(classes) for file in side.get(name, [])])
-        for side in (train, val)
-    ]
-    return ImageSplits(parts[0], FittedImages(parts[1], image_size), classes)
+    parts = [labelled(side, classes) for side in (train, val)]
+    names = [[(os.fspath(file.relative_to(path)), label) for file, label in part.samples] for part in parts]
+    listing = hashlib.sha256(ascii((classes, names)).encode()).hexdigest()[:16]
+    return ImageSplits(parts[0], FittedImages(parts[1], image_size), classes, listing)
 
-# %% ../notebooks/08_data.ipynb #cell-085
+# %% ../notebooks/08_data.ipynb #cell-088
+def load_test_images(
+    data: str, image_size: int, classes: Sequence[str], *, own: bool = False, skip_faults: bool = False
+) -> tuple[Dataset, str]:
+    """The images of `data` on which to evaluate a model of these `classes`, and what they are, in words.
+
+    Of a folder with train and val those in val. Of PATH/CLASS those that training holds out, where they are the
+    model's `own` training data, otherwise all. Of other data those held out. A class may lack images.
+    Raises ValueError for other classes and, without `skip_faults`, for unreadable files.
+    """
+    kind, _, path = data.partition(":")
+    if kind != "folder" or not path:
+        splits = load_splits(data, image_size)
+        if splits.classes != tuple(classes):
+            raise ValueError(f"the model knows the classes {list(classes)}, {data} has {list(splits.classes)}.")
+        return splits.val, "held-out images"
+    sides = split_sides(folder_in(path))
+    place = sides[1] if sides else Path(path)
+    found, faults = without_unreadable(class_folders(place))
+    unknown = [name for name, files in found.items() if files and name not in classes]
+    faults += [f"class {name!r} is unknown to the model" for name in unknown]
+    report_faults(place, faults, skip_faults)
+    if own and not sides:
+        _, found = hold_out(place, found)
+    whole = f"images (all in {place})"
+    return FittedImages(labelled(found, classes), image_size), "held-out images" if own or sides else whole
+
+# %% ../notebooks/08_data.ipynb #cell-091
 def read_idx(path: Path) -> np.ndarray:
-    """The array of bytes in a file of the idx format, also compressed (.gz). Source: LeCun's description of MNIST."""
-    data = bytearray((gzip.open if path.suffix == ".gz" else open)(path, "rb").read())
-    dims = data[3]
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(np.frombuffer(data, ">i4", dims, offset=4))
+    """The array of bytes in a file of the idx format, also compressed (.gz). Source: LeCun's description of MNIST.
+
+    Raises ValueError, naming the file, where it cannot be read so.
+    """
+    try:
+        data = bytearray((gzip.open if path.suffix == ".gz" else open)(path, "rb").read())
+        dims = data[3]
+        return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(np.frombuffer(data, ">i4", dims, offset=4))
+    except Exception as error:  # each kind of damage has an error of its own
+        raise ValueError(f"{path} is no file of the idx format, or is damaged: {error}") from error
 
 
 def load_fashion_mnist_splits(image_size: int = 32, root: str | Path = "data") -> ImageSplits:
@@ -281,28 +364,37 @@ def load_fashion_mnist_splits(image_size: int = 32, root: str | Path = "data") -
     Arguments: `image_size` of the held-out images in pixels; `root`, a folder as torchvision or Debian lays it out.
     28×28 becomes 32×32 by a black border, grey becomes RGB. Where neither `root` nor Debian's package
     dataset-fashion-mnist has the files, torchvision downloads them to `root`. Source: Xiao et al., arXiv 1708.07747.
+    Raises FileNotFoundError where a file is missing and cannot be downloaded, ValueError where one is damaged.
     """
     raw = Path(root) / "FashionMNIST" / "raw"
     places = (raw, Path(root), Path("/usr/share/datasets/fashion-mnist"))
     place = next((place for place in places if any(place.glob("train-images-idx3-ubyte*"))), None)
     if place is None:
-        FashionMNIST(root, download=True)
+        try:
+            FashionMNIST(root, download=True)
+        except RuntimeError as error:
+            raise FileNotFoundError(f"Fashion-MNIST is not in {root}, and not to be downloaded: {error}") from error
         place = raw
 
     def read(part):
-        images, labels = (read_idx(next(iter(sorted(place.glob(f"{part}-{kind}*"))))) for kind in ("images", "labels"))
+        found = [sorted(place.glob(f"{part}-{kind}*")) for kind in ("images-idx3", "labels-idx1")]
+        if not all(found):
+            raise FileNotFoundError(f"{place} lacks a file of Fashion-MNIST: {part}-images-idx3 or {part}-labels-idx1.")
+        images, labels = (read_idx(files[0]) for files in found)
+        if images.shape != (len(labels), 28, 28) or not len(labels) or labels.max() > 9:
+            raise ValueError(f"{found[0][0]} and {found[1][0].name} are not of Fashion-MNIST: {images.shape} images.")
         images = VF.pad(torch.from_numpy(images)[:, None], [2, 2, 2, 2])  # (N, 1, 32, 32)
         return StackDataset(images.expand(-1, 3, -1, -1), labels.tolist())
 
     return ImageSplits(read("train"), FittedImages(read("t10k"), image_size), tuple(FashionMNIST.classes))
 
-# %% ../notebooks/08_data.ipynb #cell-088
+# %% ../notebooks/08_data.ipynb #cell-094
 def load_splits(
     data: str, image_size: int, *, seed: int = 0, skip_faults: bool = False, train_images: int = 0
 ) -> ImageSplits:
     """The images that `data` names: "digits", "fashion_mnist", "fashion_mnist:PATH" or "folder:PATH".
 
-    Arguments: `image_size` of the held-out images in pixels; `seed` and `skip_faults` as in `load_folder_splits`;
+    Arguments: `image_size` of the held-out images in pixels; `skip_faults` as in `load_folder_splits`;
     `train_images`, to train on that many only, drawn as `seed` decides (0: all). Raises ValueError for another name.
     """
     kind, _, path = data.partition(":")
@@ -311,7 +403,7 @@ def load_splits(
     elif kind == "fashion_mnist":
         splits = load_fashion_mnist_splits(image_size, path or "data")
     elif kind == "folder" and path:
-        splits = load_folder_splits(path, image_size, seed=seed, skip_faults=skip_faults)
+        splits = load_folder_splits(path, image_size, skip_faults=skip_faults)
     else:
         raise ValueError(f"data must be digits, fashion_mnist, fashion_mnist:PATH or folder:PATH; got {data!r}.")
     if not train_images:
@@ -319,12 +411,12 @@ def load_splits(
     drawn = np.random.default_rng(seed).permutation(len(splits.train))[:train_images]
     return replace(splits, train=Subset(splits.train, drawn.tolist()))
 
-# %% ../notebooks/08_data.ipynb #cell-091
+# %% ../notebooks/08_data.ipynb #cell-097
 def as_pillow(image: Image.Image | Tensor) -> Image.Image:
     """An image as Pillow has it."""
     return VF.to_pil_image(image) if isinstance(image, Tensor) else image
 
-# %% ../notebooks/08_data.ipynb #cell-093
+# %% ../notebooks/08_data.ipynb #cell-099
 def keep_a_bit(policy) -> None:
     """Let timm's posterizing keep a bit: its highest level keeps none, and that Pillow 13 refuses."""
     for operation in (op for part in policy.transforms for op in getattr(part, "ops", ())):
@@ -336,7 +428,7 @@ def posterize(image: Image.Image, bits: int, **unused) -> Image.Image:
     """Keep the upper `bits` of each colour, at least one."""
     return ImageOps.posterize(image, min(max(bits, 1), 8))
 
-# %% ../notebooks/08_data.ipynb #cell-094
+# %% ../notebooks/08_data.ipynb #cell-100
 def training_transform(
     image_size: int,
     *,
@@ -377,16 +469,18 @@ def training_transform(
         steps.append(v2.RandomAffine(rotation, (shift, shift), (1 - zoom, 1 + zoom)))
     return v2.Compose(steps)
 
-# %% ../notebooks/08_data.ipynb #cell-096
+# %% ../notebooks/08_data.ipynb #cell-102
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
     """Inside, the random numbers of Python, NumPy and torch follow from `key`, integers from 0; afterwards it is as
     if nothing had been drawn (on the CPU)."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for every kind of device, for every image
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:
@@ -394,7 +488,7 @@ def seeded(*key: int) -> Iterator[None]:
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
 
-# %% ../notebooks/08_data.ipynb #cell-097
+# %% ../notebooks/08_data.ipynb #cell-103
 class AugmentedImages(Dataset):
     """The images of `dataset` changed by `transform`; an item is asked for by (epoch, index).
 

@@ -1,5 +1,6 @@
 """The command line, command by command on one short run, and how it refuses."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,10 +15,22 @@ from helpers import official_state_dict
 pytestmark = pytest.mark.unchecked
 
 
+SHORT = "--train-images 64 --batch-size 32 --epochs 1 --warmup-epochs 0".split()
+
+
+def refused(capsys, *command: str) -> str:
+    """What a command that fails says, in one line."""
+    with pytest.raises(SystemExit) as status:
+        main([*command])
+    error = capsys.readouterr().err
+    assert status.value.code == 2 and len(error.strip().splitlines()) == 1, error
+    return error
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "xs"
-    main(["train", "--model", "cas_vit_xs", "--epochs", "1", "--warmup-epochs", "0", "--output", str(folder)])
+    main(["train", "--model", "cas_vit_xs", *SHORT, "--output", str(folder)])
     return folder
 
 
@@ -32,7 +45,36 @@ def test_train_and_evaluate(run, capsys):
     assert Image.open(run / "confusion.png").width > 300
 
 
-def test_a_preset_a_flag_and_a_file(tmp_path, monkeypatch):
+def test_evaluate_on_folders(tmp_path, capsys):
+    """Held-out images stay those of the training when files are added; a folder of its own is evaluated whole."""
+
+    def pictures(place, names, count):
+        for name in names:
+            (place / name).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                Image.effect_noise((32, 32), 9 if name == "calm" else 99).save(place / name / f"{i}.png")
+
+    images, test, output = tmp_path / "images", tmp_path / "test", tmp_path / "run"
+    pictures(images, ("calm", "wild"), 12), pictures(test, ("calm",), 3)
+    recipe = ["--model", "cas_vit_xs", "--batch-size", "8", "--epochs", "1", "--warmup-epochs", "0"]
+    main(["train", "--data", f"folder:{images}", *recipe, "--output", str(output)])
+    log = json.loads((output / "log.jsonl").read_text())
+    evaluating = ["evaluate", str(output / "model.safetensors")]
+    main(evaluating)
+    main([*evaluating, "--data", f"folder:{test}"])
+    out = capsys.readouterr().out
+    assert f"{log['val_accuracy']:.2%} of {log['val_images']} held-out images right" in out
+    assert f"of 3 images (all in {test}) right" in out and "no held-out images: wild" in out and "nan" not in out
+    (output / "config.json").rename(output / "kept.json")
+    assert "name the images with --data" in refused(capsys, *evaluating)
+    main([*evaluating, "--data", f"folder:{images}"])
+    assert "of 24 images" in capsys.readouterr().out
+    assert "choose another output" in refused(
+        capsys, "train", "--data", f"folder:{images}", "--output", f"{images}/runs"
+    )
+
+
+def test_a_preset_a_flag_and_a_file(tmp_path, monkeypatch, capsys):
     from carelite import training
 
     seen = []
@@ -50,8 +92,22 @@ def test_a_preset_a_flag_and_a_file(tmp_path, monkeypatch):
     assert (short.epochs, short.warmup_epochs, short.mixup, short.image_size) == (5, 1, 0.8, 32)
     training.write_config(short, tmp_path / "config.json")
     assert config_of("--config", str(tmp_path / "config.json")) == short
+    state = dict(config=dataclasses.asdict(short), progress={}) | dict.fromkeys(
+        ("classes", "images", "totals", "model", "ema", "optimizer", "scaler")
+    )
+    torch.save(state, tmp_path / "state.pt")
     again = config_of("--resume", str(tmp_path), "--model", "cas_vit_xs")
     assert again.model == "cas_vit_xs" and again.mixup == 0.8  # and `train` will refuse it
+    capsys.readouterr()
+    assert "leave --output out" in refused(capsys, "train", "--resume", str(tmp_path), "--output", "elsewhere")
+    (tmp_path / "state.pt").write_bytes(b"junk")
+    assert "damaged" in refused(capsys, "train", "--resume", str(tmp_path))
+    monkeypatch.setattr(training, "measure_training", None)
+    monkeypatch.setattr("carelite.__main__.photographs", lambda folder, batch_size: stop())
+    for flags, size in (([], "batches of 32, 1 workers"), (["--config", str(tmp_path / "config.json")], "of 128, 0")):
+        with pytest.raises(SystemExit):
+            main(["bench-training", *flags])
+        assert size in capsys.readouterr().out
 
 
 def test_predict(run, tmp_path, capsys):
@@ -65,16 +121,25 @@ def test_predict(run, tmp_path, capsys):
     assert "broken.png cannot be read" in error and "1 of 2" in error and status.value.code == 2
 
 
-def test_compare(tmp_path, capsys):
-    flags = ["--train-images", "64", "--batch-size", "32", "--epochs", "1", "--warmup-epochs", "0"]
+def test_compare(tmp_path, capsys, monkeypatch):
+    from carelite import training
+
     files = ["--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results.json")]
-    main(["compare", "--models", "cas_vit_xs", *flags, *files])
+    comparing = ["compare", "--models", "cas_vit_xs", *SHORT, *files]
+    main(comparing)
     report = json.loads((tmp_path / "results.json").read_text())
     assert report["recipe"]["train_images"] == 64 and "--train-images 64" in report["command"]
     assert report["models"]["cas_vit_xs"]["log"][-1]["val_images"] == 360
-    with pytest.raises(SystemExit):
-        main(["compare", "--models", "cas_vit_s", *flags[:-1], "1", *files])
-    assert "another recipe" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "train", None)
+        main(comparing)  # nothing is trained again, also where only the run is left
+        (tmp_path / "results.json").unlink()
+        main(comparing)
+        assert json.loads((tmp_path / "results.json").read_text()) == report
+        assert "is a folder" in refused(capsys, *comparing[:-1], str(tmp_path))
+        assert "another recipe" in refused(capsys, *comparing, "--lr", "1")
+        (tmp_path / "results.json").write_text("[]")
+        assert "no file of results" in refused(capsys, *comparing)
 
 
 @pytest.mark.slow
@@ -161,6 +226,8 @@ def test_bench(tmp_path, capsys):
         (["evaluate", "nowhere.safetensors"], "nowhere.safetensors"),
         (["train", "--model", "care_s9"], "care_s9"),
         (["train", "--epochs", "0"], "epochs"),
+        (["train", "--seed", str(2**64)], "seed"),
+        (["train", "--teacher", "resnet18=nowhere.pth"], "nowhere.pth"),
         (["train", "--resume", "nowhere"], "nowhere"),
         (["train", "--data", "folder:nowhere"], "nowhere"),
         (["train", "--preset", "finetune"], "--init"),
@@ -172,10 +239,7 @@ def test_bench(tmp_path, capsys):
 )
 def test_bad_input_is_one_clear_line(command, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as status:
-        main(command)
-    error = capsys.readouterr().err
-    assert status.value.code == 2 and message in error and len(error.strip().splitlines()) == 1
+    assert message in refused(capsys, *command)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """Image folders and their dirt, Fashion-MNIST's files, and changes of images that follow from (seed, epoch, index)."""
 
 import gzip
+import os
 import random
 import struct
 
@@ -20,6 +21,7 @@ from carelite.data import (
     load_folder_splits,
     load_image,
     load_splits,
+    load_test_images,
     seeded,
     training_transform,
 )
@@ -58,13 +60,37 @@ def test_a_folder_in_imagenets_layout(folder):
     assert [path.name for path in image_files(folder / "val" / "red")] == ["0.jpg", "1.jpg", "2.jpg"]
 
 
-def test_a_folder_without_a_validation_split_holds_a_share_of_each_class_out(folder):
-    parts = [load_folder_splits(folder / "train", 32, share=1 / 3, seed=seed) for seed in (0, 0, 1, 2)]
-    files = [{path for path, _ in part.val.dataset.samples} for part in parts]
-    assert files[0] == files[1] and len({frozenset(f) for f in files}) > 1
-    for part, held_out in zip(parts, files):
-        assert [label for _, label in part.val] == [0, 0, 1, 1] and len(part.train) == 8
-        assert held_out.isdisjoint(path for path, _ in part.train.samples)
+def test_a_folder_without_a_validation_split_holds_the_same_files_out_whatever_is_added(folder):
+    path, found = folder / "train", []
+    for count in (6, 30):
+        for i in range(count):
+            picture(path / "red" / f"{i}.jpg", (200, 40, 40))
+        splits = load_folder_splits(path, 32)
+        files = [{file for file, _ in part.samples} for part in (splits.train, splits.val.dataset)]
+        assert files[0].isdisjoint(files[1]) and {label for _, label in splits.val} == {0, 1}
+        found.append((*files, splits.listing))
+    (train, val, listing), (more_train, more_val, other_listing) = found
+    assert train < more_train and val <= more_val and len(more_train | more_val) == 36 and listing != other_listing
+    assert 3 <= sum("red" in file.parts for file in more_val) <= 9  # about a fifth of 30
+
+
+def test_the_images_of_an_evaluation(folder, capsys):
+    """val of a folder that has one; of other folders all, unless the training held some of these very images out."""
+    classes, names = ("blue", "green", "red"), (f"folder:{folder}", f"folder:{folder / 'train'}")
+    for data, own, count, what in (
+        (names[0], False, 6, "held-out images"),
+        (names[0], True, 6, "held-out images"),
+        (names[1], False, 12, f"images (all in {folder / 'train'})"),
+        (names[1], True, len(load_folder_splits(folder / "train", 32).val), "held-out images"),
+        ("digits", False, 360, "held-out images"),
+    ):
+        images, said = load_test_images(data, 32, tuple("0123456789") if data == "digits" else classes, own=own)
+        assert (len(images), said) == (count, what)
+    assert {label for _, label in load_test_images(names[1], 32, classes)[0]} == {0, 2}
+    for data, other in (("digits", classes), (names[1], ("blue", "green"))):
+        with pytest.raises(ValueError, match="'red'"):
+            load_test_images(data, 32, other)
+    assert len(load_test_images(names[1], 32, ("blue",), skip_faults=True)[0]) == 6
 
 
 def spoil(folder):
@@ -103,6 +129,32 @@ def test_faults_are_left_out_on_demand(folder, capsys):
         assert len([label for _, label in part]) == len(part)  # everything left can be read
 
 
+def test_the_sides_of_a_folder_and_classes_of_their_names(folder):
+    expected = load_folder_splits(folder, 32)
+    for side in ("train", "val"):
+        (folder / side).rename(folder / "between")
+        (folder / "between").rename(folder / side.capitalize())
+    splits = load_folder_splits(folder, 32)
+    assert (splits.classes, len(splits.train), len(splits.val)) == (expected.classes, 12, 6)
+    for name in ("train", "val", "bus"):  # a class with pictures of trains
+        (
+            picture(folder / "vehicles" / name / "0.jpg", (0, 0, 0)),
+            picture(folder / "vehicles" / name / "1.jpg", (9, 9, 9)),
+        )
+    assert load_folder_splits(folder / "vehicles", 32).classes == ("bus", "train", "val")
+
+
+def test_links_are_followed_once_and_not_round_and_round(folder, tmp_path):
+    blue = folder / "train" / "blue"
+    picture(tmp_path / "elsewhere" / "0.jpg", (40, 40, 200))
+    for name, target in (("up", folder), ("same", blue), ("more", tmp_path / "elsewhere"), ("again", blue / "more")):
+        (blue / name).symlink_to(target, target_is_directory=True)
+    assert [str(path.relative_to(blue)) for path in image_files(blue)] == [
+        *(f"{i}.jpg" for i in range(6)),
+        "again/0.jpg",
+    ]
+
+
 def test_folders_that_are_none(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_folder_splits(tmp_path / "nowhere", 32)
@@ -113,6 +165,9 @@ def test_folders_that_are_none(folder, tmp_path):
         load_folder_splits(folder / "train" / "red", 32)
     with pytest.raises(ValueError, match="digits, fashion_mnist(.|\n)*mnist7"):
         load_splits("mnist7", 32)
+    (folder / "train" / os.fsdecode(b"caf\xe9")).mkdir()
+    with pytest.raises(ValueError, match="UTF-8: 'caf.udce9'"):
+        load_folder_splits(folder / "train", 32)
 
 
 def test_training_and_prediction_read_a_file_the_same_way(tmp_path):
@@ -153,6 +208,12 @@ def test_fashion_mnist_from_files(layout, tmp_path):
     assert np.array_equal(image[1, 2:30, 2:30], arrays["t10k"][2]) and not image[:, :2].any()
     assert len(load_splits(f"fashion_mnist:{tmp_path}", 32, train_images=2).train) == 2
     assert load_splits(f"fashion_mnist:{tmp_path}", 64).val[0][0].shape == (3, 64, 64)
+
+    labels = place / f"t10k-labels-idx1-ubyte{suffix}"
+    for damage in (labels.read_bytes()[:-1], b"", None):
+        labels.write_bytes(damage) if damage is not None else labels.unlink()
+        with pytest.raises((ValueError, FileNotFoundError), match="t10k-labels-idx1"):
+            load_splits(f"fashion_mnist:{tmp_path}", 32)
 
 
 def test_seeded_leaves_no_trace():

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import StackDataset, Subset
+from torch.utils.data import DataLoader, StackDataset, Subset
 
 import carelite
 from carelite import data, training
@@ -46,9 +48,10 @@ FULL = replace(  # everything that a recipe has
 )  # fmt: skip
 
 
-def shallow() -> nn.Module:
-    """A small model with ten classes."""
-    return carelite.CASViT(replace(CAS_VIT_CONFIGS["cas_vit_xs"], depths=(1, 1, 1, 1)), num_classes=10)
+def shallow(classes: int = 10, seed: int = 0) -> nn.Module:
+    """A small model, always with the same weights."""
+    torch.manual_seed(seed)
+    return carelite.CASViT(replace(CAS_VIT_CONFIGS["cas_vit_xs"], depths=(1, 1, 1, 1)), num_classes=classes)
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
@@ -140,16 +143,17 @@ def test_a_run_leaves_weights_log_and_curve(run):
 
 def test_training_learns(digits, tmp_path):
     memorise = ImageSplits(Subset(digits.train, range(64)), Subset(digits.train, range(64)), digits.classes)
-    still = replace(TINY, epochs=20, shift=0.0, rotation=0.0, zoom=0.0)
+    still = replace(TINY, epochs=10, lr=1e-2, shift=0.0, rotation=0.0, zoom=0.0)
     model = train(still, memorise, tmp_path, model=shallow())
     assert evaluate(model, memorise.val).accuracy > 0.5  # chance is 0.1
 
 
 def test_the_file_beside_a_run_reproduces_it_and_another_seed_does_not(few, tmp_path):
-    first = train(FULL, few, tmp_path / "a")
+    once, few = replace(FULL, epochs=1), replace(few, train=Subset(few.train, range(64)))
+    first = train(once, few, tmp_path / "a")
     config = read_config(tmp_path / "a" / "config.json")
-    assert config == FULL
-    again, other = train(config, few, tmp_path / "b"), train(replace(FULL, seed=1), few, tmp_path / "c")
+    assert config == once
+    again, other = train(config, few, tmp_path / "b"), train(replace(once, seed=1), few, tmp_path / "c")
     assert equal(first, again) and lines(tmp_path / "a") == lines(tmp_path / "b")
     assert not torch.equal(first.head.fc.weight, other.head.fc.weight)
 
@@ -177,6 +181,8 @@ def test_checkpoints(run, tmp_path):
     assert (meta.name, meta.image_size, meta.attention) == ("cas_vit_xs", 32, "")
     for (name, a), b in zip(model.state_dict().items(), again.state_dict().values()):
         assert torch.equal(a, b), name
+    (tmp_path / "new").touch()
+    assert (folder / "model.safetensors").stat().st_mode == (tmp_path / "new").stat().st_mode  # for others to read
     from safetensors.torch import save_file
 
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "bare.safetensors")
@@ -184,6 +190,34 @@ def test_checkpoints(run, tmp_path):
         load_checkpoint(tmp_path / "bare.safetensors")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_checkpoint(tmp_path / "nowhere.safetensors")
+
+
+def test_a_checkpoint_builds_the_model_it_was_saved_from_or_is_refused(tmp_path):
+    from carelite.attention_family import SoftmaxAttention, attention_parts
+
+    path, notes = tmp_path / "model.safetensors", dict(classes=("a", "b"), image_size=32)
+    images = torch.rand(2, 3, 64, 64)
+    bare = carelite.CARE(num_classes=2, global_pool="max", drop_path_rate=0.1).eval()  # without a pretrained_cfg
+    mixed = carelite.create_model("cas_vit_xs", attention="softmax", num_classes=2, in_chans=1).eval()
+    for model, name, attention, channels in ((bare, "care_s0", "", 3), (mixed, "cas_vit_xs", "softmax", 1)):
+        for p in model.parameters():
+            p.data.add_(0.01)  # so that the layer scale hides nothing
+        save_checkpoint(model, path, name=name, attention=attention, **notes)
+        again, meta = load_checkpoint(path)
+        assert (meta.global_pool, meta.attention) == (model.global_pool.pool_type, attention)
+        assert torch.equal(again(images[:, :channels]), model(images[:, :channels]))
+    own = carelite.create_model("care_s0", num_classes=2, **attention_parts("care_s0", partial(SoftmaxAttention)))
+    for model, name in ((own, "care_s0"), (mixed, "cas_vit_xs"), (bare, "care_s1"), (shallow(2), "cas_vit_xs")):
+        with pytest.raises(ValueError, match=f"not what create_model builds as {name}"):
+            save_checkpoint(model, tmp_path / "none.safetensors", name=name, **notes)
+    save_checkpoint(shallow(2), path, name="", **notes)  # the weights alone
+    with pytest.raises(ValueError, match="no name builds"):
+        load_checkpoint(path)
+    bare.stem[0].bias.data[0] = float("nan")
+    save_checkpoint(bare, path, name="care_s0", **notes)
+    with pytest.raises(ValueError, match="not finite"):
+        load_checkpoint(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_failed_save_keeps_the_old_file(run, tmp_path, monkeypatch):
@@ -221,11 +255,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(few, t
     assert equal(resumed, train(replace(TINY, model="cas_vit_xs"), few, tmp_path / "whole"))
 
 
+def test_weights_that_are_not_finite_are_never_saved(run, few, tmp_path):
+    """One step with lr 1e30 leaves a finite training loss behind it, and nothing else that is."""
+    import shutil
+
+    folder = shutil.copytree(run[1], tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    one = replace(TINY, model="cas_vit_xs", epochs=1, warmup_epochs=0, lr=1e30)
+    images = replace(few, train=Subset(few.train, range(32)))
+    for config, message in ((one, "finite|loss is (nan|inf)"), (replace(one, lr=1e39, checkpoint_steps=1), "finite")):
+        with pytest.raises(ArithmeticError, match=f"({message})(.|\n)*what was saved is kept"):
+            train(config, images, folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # also config.json
+
+
 BAD = [
     dict(epochs=0), dict(batch_size=0), dict(lr=-1.0), dict(image_size=16), dict(model="care_s9"), dict(shift=1.0),
     dict(max_size=40), dict(accumulation=3), dict(crop_scale=0.0), dict(mixup=-0.5), dict(distillation="firm"),
-    dict(mixed_precision="fp8"), dict(seed=-1), dict(erasing=1.5),
+    dict(mixed_precision="fp8"), dict(seed=-1), dict(erasing=1.5), dict(seed=2**64),
+    dict(lr=float("nan")),
 ]  # fmt: skip
+MISTYPED = [  # the run-time check of shapes would refuse them too, before us
+    dict(epochs=1.5), dict(skip_faults="no"), dict(data=5), dict(seed=1.5), dict(lr="0.1"), dict(flip=True),
+    dict(teacher=None),
+]  # fmt: skip
+BAD += [pytest.param(change, marks=pytest.mark.unchecked) for change in MISTYPED]
 
 
 @pytest.mark.parametrize("change", BAD, ids=str)
@@ -238,13 +292,16 @@ def test_bad_settings_are_refused(change):
 def test_images_of_another_size_are_refused(few, tmp_path):
     with pytest.raises(ValueError, match="32(.|\n)*image_size is 64"):
         train(replace(TINY, image_size=64), few, tmp_path / "run")
+    with pytest.raises(ValueError, match="choose another output"):
+        train(replace(TINY, data=f"folder:{tmp_path}"), few, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_too_few_images_are_refused(digits, tmp_path):
-    one = ImageSplits(Subset(digits.train, range(1)), digits.val, digits.classes)
-    with pytest.raises(ValueError, match="1 "):
-        train(TINY, one, tmp_path)
+    for train_images, val_images, message in ((1, 9, "1 "), (99, 0, "no held-out images")):
+        parts = Subset(digits.train, range(train_images)), Subset(digits.val, range(val_images))
+        with pytest.raises(ValueError, match=message):
+            train(TINY, ImageSplits(*parts, digits.classes), tmp_path)
 
 
 # --- the recipe ---
@@ -373,7 +430,7 @@ def test_the_average_follows_batchnorm_and_keeps_integers(few):
 KILLED = """
 import os, signal, sys
 from dataclasses import replace
-from test_training import FULL, few_digits
+from test_training import FULL, few_digits, shallow
 from carelite import training
 
 folder, config = sys.argv[1], replace(FULL, checkpoint_steps=2)
@@ -387,7 +444,7 @@ for kill_at in (2, 3, 5):  # before the first state; between two; in the second 
             os.kill(os.getpid(), signal.SIGKILL)
         return true(run, images, labels, number)
     training.training_step = step
-    training.train(config, few_digits(), folder, resume=os.path.exists(folder + "/state.pt"))
+    training.train(config, few_digits(), folder, model=shallow(), resume=os.path.exists(folder + "/state.pt"))
 """
 
 
@@ -399,12 +456,12 @@ def few_digits() -> ImageSplits:
 @pytest.mark.unchecked
 def test_a_run_killed_three_times_ends_where_the_uninterrupted_one_does(tmp_path):
     config = replace(FULL, checkpoint_steps=2)
-    whole = train(config, few_digits(), tmp_path / "whole")
+    whole = train(config, few_digits(), tmp_path / "whole", model=shallow())
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
     subprocess.run(command, check=True, cwd=Path(__file__).parent, timeout=120)
     state = torch.load(tmp_path / "killed" / "state.pt", weights_only=True)
     assert (state["progress"]["epoch"], state["progress"]["step"]) == (2, 1)
-    resumed = train(config, few_digits(), tmp_path / "killed", resume=True)
+    resumed = train(config, few_digits(), tmp_path / "killed", resume=True, model=shallow())
     assert equal(resumed, whole) and lines(tmp_path / "killed") == lines(tmp_path / "whole")
     assert not (tmp_path / "killed" / "state.pt").exists()
 
@@ -438,8 +495,17 @@ def test_resuming_is_refused_where_it_would_be_wrong(interrupted, few, tmp_path)
         train(replace(TINY, lr=0.1), few, interrupted, resume=True)
     with pytest.raises(ValueError, match="another model"):
         train(TINY, few, interrupted, resume=True, model=carelite.CASViT(num_classes=10))
+    with pytest.raises(ValueError, match="images was '96 . 50 images', now '96 . 50 images abc'"):
+        train(TINY, replace(few, listing="abc"), interrupted, resume=True, model=shallow())
     with pytest.raises(FileExistsError, match="unfinished run"):
         train(TINY, few, interrupted)
+    whole = (interrupted / "state.pt").read_bytes()
+    torch.save(dict(config={"epochs": 1}), tmp_path / "other.pt")
+    for damaged in (b"", b"junk", whole[: len(whole) // 2], (tmp_path / "other.pt").read_bytes()):
+        (interrupted / "state.pt").write_bytes(damaged)
+        with pytest.raises(ValueError, match="state.pt is damaged"):
+            train(TINY, few, interrupted, resume=True, model=shallow())
+    (interrupted / "state.pt").write_bytes(whole)
     train(replace(TINY, workers=0, checkpoint_steps=7), few, interrupted, resume=True, model=shallow())
 
 
@@ -461,20 +527,19 @@ def test_a_state_that_fails_to_be_written_leaves_the_last_one(interrupted, few, 
 TWO_RANKS = """
 import sys, torch
 from dataclasses import replace
-from test_training import FULL, TINY, Stop, few_digits, shallow
+from test_training import FULL, Stop, few_digits, shallow
 from carelite import training
 from carelite.training import train
 
 splits, folder = few_digits(), sys.argv[1]
 config = replace(FULL, batch_size=16, min_size=0, max_size=0, accumulation=2, checkpoint_steps=2)
-def run(name, teacher=None, **kwargs):
-    torch.manual_seed(0)
+def run(name, config=config, teacher=None, **kwargs):
     model = shallow()
     train(config, splits, f"{folder}/{name}", model=model, teacher=teacher, **kwargs)
     return model
+taught = run("taught", replace(config, epochs=1), shallow())
 plain = run("plain")
-rank = torch.distributed.get_rank()
-torch.save([plain.state_dict(), run("taught", shallow()).state_dict()], f"{folder}/{rank}.pt")
+torch.save([plain.state_dict(), taught.state_dict()], f"{folder}/{torch.distributed.get_rank()}.pt")
 true = training.training_step
 def stop(run, images, labels, step):
     if step == 4:
@@ -485,6 +550,7 @@ try:
     run("resumed")
 except Stop:
     training.training_step = true
+    torch.distributed.barrier()  # until the state is written
 again = run("resumed", resume=True)
 for key, value in plain.state_dict().items():
     assert torch.equal(value, again.state_dict()[key]), key
@@ -494,42 +560,44 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.unchecked
 def test_two_processes(tmp_path):
-    (tmp_path / "two.py").write_text(TWO_RANKS)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "--standalone",
-    ]
-    env = dict(PYTHONPATH=":".join([str(Path(__file__).parent), str(Path(__file__).parents[1])]))
-    command += [str(tmp_path / "two.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **env})
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
-    for one, other in zip(*ranks):  # without and with a teacher
-        for key, value in one.items():
+    """As torchrun starts them, without torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = ":".join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    env = dict(os.environ, PYTHONPATH=path, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    env |= dict(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="2")
+    command = [sys.executable, "-c", TWO_RANKS, str(tmp_path)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    ranks = [subprocess.Popen(command, env=env | dict(RANK=rank, LOCAL_RANK=rank), **pipes) for rank in "01"]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    for one, other in zip(*(torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))):
+        for key, value in one.items():  # without and with a teacher
             assert torch.equal(value, other[key]), key
-    for name in ("plain", "taught", "resumed"):
-        assert [line["val_images"] for line in lines(tmp_path / name)] == [50, 50]  # 50 is no multiple of 2 x 256
+    for name, epochs in (("plain", 2), ("taught", 1), ("resumed", 2)):
+        assert [line["val_images"] for line in lines(tmp_path / name)] == [50] * epochs  # no multiple of 2 x 256
     assert lines(tmp_path / "plain") == lines(tmp_path / "resumed")
-    assert done.stdout.count("do not fill a step") == 0  # 96 = 3 x 2 x 16
+    assert "do not fill a step" not in "".join(outputs)  # 96 = 3 x 2 x 16
 
 
 @pytest.mark.unchecked
-def test_workers_that_are_spawned(tmp_path, project_python):
-    project_python(
-        "if __name__ == '__main__':\n"
-        "    import multiprocessing, sys\n"
-        "    multiprocessing.set_start_method('spawn')\n"
-        "    from test_training import FULL, few_digits, replace, train\n"
-        f"    train(replace(FULL, workers=2, epochs=1), few_digits(), {str(tmp_path / 'two')!r})\n",
-        cwd=Path(__file__).parent,
-    )
-    train(replace(FULL, epochs=1), few_digits(), tmp_path / "none")
+def test_workers_that_are_spawned(few, tmp_path, monkeypatch):
+    config = replace(FULL, epochs=1)
+    train(config, few, tmp_path / "none", model=shallow())
+
+    def spawning(dataset, batch_size, sampler=None, num_workers=0, **kwargs):  # two for training, none for evaluation
+        own = dict(num_workers=num_workers, multiprocessing_context="spawn") if sampler else {}
+        kwargs["persistent_workers"] = bool(own)
+        return DataLoader(dataset, batch_size, sampler=sampler, **own, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "DataLoader", spawning)
+        train(replace(config, workers=2), few, tmp_path / "two", model=shallow())
     assert lines(tmp_path / "two") == lines(tmp_path / "none")
 
 
@@ -561,10 +629,8 @@ def test_the_teacher_changes_the_students_gradient_and_gets_none(kind, few):
     images, labels = next(iter(training_batches(few, config)))
     gradients = []
     for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        teacher = shallow().eval()
+        teacher = shallow(seed=seed).eval()
         teacher.dist_head.fc.weight.data *= 50
-        torch.manual_seed(0)
         run = create_run(config, create_accelerator(config), shallow().train(), teacher, 3)
         run.optimizer.zero_grad = lambda: None
         training_step(run, images, labels, 1)
@@ -591,8 +657,23 @@ def test_teachers(run, few, tmp_path):
 
     torch.save(timm.create_model("resnet18", num_classes=10).state_dict(), tmp_path / "resnet.pth")
     assert load_teacher(f"resnet18={tmp_path / 'resnet.pth'}", few.classes).num_classes == 10
-    with pytest.raises(ValueError, match="neither a file nor a model"):
-        load_teacher("resnet_of_mine", few.classes)
+    (tmp_path / "junk.pth").write_bytes(b"junk")
+    for spec, message in (
+        ("resnet_of_mine", "neither a file nor a model"),
+        ("cas_vit_xs", "comes without weights"),
+        (f"cas_vit_xs={tmp_path / 'resnet.pth'}", "does not fit"),
+        ("resnet18=nowhere.pth", "cannot be loaded"),
+        (f"resnet18={tmp_path / 'junk.pth'}", "cannot be loaded"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            load_teacher(spec, few.classes)
+        assert len(str(error.value).splitlines()) == 1
+    ours = load_teacher(f"cas_vit_xs={folder / 'model.safetensors'}", few.classes)
+    assert equal(ours, teacher)
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=10)
+    for other, message in ((vit, "32 x 32: AssertionError"), (nn.Sequential(nn.Flatten(), nn.Linear(3072, 4)), "1, 4")):
+        with pytest.raises(ValueError, match=message):
+            train(TINY, few, tmp_path / "none", model=shallow(), teacher=other)
     with pytest.raises(ValueError, match="knows the classes"):
         load_teacher(str(folder / "model.safetensors"), ("a", "b"))
     config = replace(TINY, epochs=1, model="cas_vit_xs", teacher=str(folder / "model.safetensors"))
@@ -637,8 +718,8 @@ def test_two_classes_of_pictures_are_learnt(tmp_path):
             picture = 127 + 90 * (stripes[:, None] if axis == 0 else stripes[None]) + rng.normal(0, 20, (40, 40))
             Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(tmp_path / name / f"{i}.png")
     splits = data.load_splits(f"folder:{tmp_path}", 32)
-    config = replace(TINY, epochs=6, batch_size=16, crop_scale=0.5, flip=0.5, shift=0.0, rotation=0.0, zoom=0.0)
-    train(config, splits, tmp_path / ".run", model=carelite.CASViT(num_classes=2))
+    config = replace(TINY, epochs=4, batch_size=16, crop_scale=0.5, flip=0.5, shift=0.0, rotation=0.0, zoom=0.0)
+    train(config, splits, tmp_path / ".run", model=shallow(2))
     assert lines(tmp_path / ".run")[-1]["val_accuracy"] >= 0.95
 
 
