@@ -290,9 +290,9 @@ def retinanet(
     return model
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-055
-def padded(images: Sequence[Tensor], value: int = 0, multiple: int = 32) -> Tensor:
-    """Maps (…, H, W) of any sizes as one batch: `value` is added on the right and below, to a `multiple` of pixels."""
-    height, width = (-(-max(x.shape[side] for x in images) // multiple) * multiple for side in (-2, -1))
+def padded(images: Sequence[Tensor], value: int = 0) -> Tensor:
+    """Maps (…, H, W) of any sizes as one batch: `value` fills the right and below, to multiples of 32, 64 at least."""
+    height, width = (max(64, -(-max(x.shape[side] for x in images) // 32) * 32) for side in (-2, -1))
     return torch.stack([F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value) for x in images])
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-056
@@ -407,7 +407,7 @@ def predict_dense(model: nn.Module, image: UInt8[Tensor, "3 H W"]) -> dict[str, 
         result = {key: value[result["labels"] > 0] for key, value in result.items()}
     if "masks" in result:
         result["masks"] = result["masks"][:, 0] > 0.5
-    return {key: value.cpu() for key, value in result.items()}
+    return {key: value.cpu().float() if value.is_floating_point() else value.cpu() for key, value in result.items()}
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-074
 def run_lengths(masks: Bool[Tensor, "N H W"]) -> list[dict]:
@@ -705,7 +705,7 @@ def run_shapes(
     path.with_suffix(".state").unlink()
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-111
+# %% ../notebooks/11_dense_prediction.ipynb #cell-113
 def open_as_annotated(path: Path, size: tuple[int, int]) -> Image.Image:
     """The image at `path` as RGB, turned so that it has the `size` (height, width) of its annotation.
 
@@ -720,7 +720,7 @@ def open_as_annotated(path: Path, size: tuple[int, int]) -> Image.Image:
         raise ValueError(f"{path} has {image.height} x {image.width} pixels, its annotation {size[0]} x {size[1]}.")
     return image
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-112
+# %% ../notebooks/11_dense_prediction.ipynb #cell-114
 def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str | None, bool]:
     """What keeps the image at `path` from being used, from its header alone, and whether an EXIF tag turns it."""
     try:
@@ -733,7 +733,7 @@ def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str 
         return f"{path} does not have the {size[0]} x {size[1]} pixels of its annotation", turned
     return None, turned
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-113
+# %% ../notebooks/11_dense_prediction.ipynb #cell-115
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Whatever goes wrong inside is raised again as a ValueError that says in which part of the data."""
@@ -754,7 +754,7 @@ def read_coco(path: Path):
             raise ValueError("an id occurs twice")
     return coco
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-114
+# %% ../notebooks/11_dense_prediction.ipynb #cell-116
 def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: bool) -> tuple[dict | None, str]:
     """An annotation of the image `info` with its box cut at the image's border, and the kind that it counts as.
 
@@ -779,7 +779,7 @@ def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: boo
     annotation = annotation | dict(corners=(x1, y1, x2, y2), segmentation=parts)
     return annotation, "crowd" if annotation.get("iscrowd") else ""
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-115
+# %% ../notebooks/11_dense_prediction.ipynb #cell-117
 class CocoDataset(Dataset):
     """The images and objects of a file in COCO's JSON format; elements as in `ShapesDataset`, without `semantic`.
 
@@ -846,7 +846,7 @@ class CocoDataset(Dataset):
         )
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-119
+# %% ../notebooks/11_dense_prediction.ipynb #cell-121
 class ADE20KDataset(Dataset):
     """Images and label maps in the folders of ADE20K's scene parsing challenge: images/SPLIT and annotations/SPLIT.
 
@@ -887,7 +887,7 @@ class ADE20KDataset(Dataset):
         target = dict(semantic=tv_tensors.Mask(torch.where(semantic > 0, semantic - 1, IGNORE)), image_id=index)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-124
+# %% ../notebooks/11_dense_prediction.ipynb #cell-126
 class ExportedGroupNorm(nn.LayerNorm):
     """What a GroupNorm computes, (B, C, H, W) → (B, C, H, W), in operations that Core ML has: a LayerNorm over each
     group's numbers, then scale and shift as a depthwise 1×1 convolution."""
@@ -913,7 +913,7 @@ class Sum(nn.Module):
             total = total + x
         return total
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-125
+# %% ../notebooks/11_dense_prediction.ipynb #cell-127
 class FusedSemanticFPN(nn.Module):
     """What a package of a Semantic FPN computes: an image (1, 3, H, W) in 0..255 to logits (1, K, H, W)."""
 
@@ -945,17 +945,17 @@ class FusedSemanticFPN(nn.Module):
             maps.append(x)
         return F.interpolate(self.head(self.decoder(maps)), scale_factor=4.0, mode="bilinear")
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-126
+# %% ../notebooks/11_dense_prediction.ipynb #cell-128
 def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, precision: str = "float16") -> Path:
     """Write a Core ML package that takes an RGB image as it is and puts out logits (1, K, H, W); returns its path.
 
     Arguments: `model`, left as it is; `path`, ending in .mlpackage; `image_size`, one number or (height, width),
-    multiples of 32; `precision`, "float16" or "float32", of weights and arithmetic.
+    multiples of 32, 64 at least; `precision`, "float16" or "float32", of weights and arithmetic.
     Raises ValueError for another size, suffix or precision, before any slow work.
     """
     path, size = Path(path), (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if len(size) != 2 or min(size) < 32 or any(side % 32 for side in size):
-        raise ValueError(f"image_size={image_size}: a package takes one size, of multiples of 32 pixels.")
+    if len(size) != 2 or min(size) < 64 or any(side % 32 for side in size):
+        raise ValueError(f"image_size={image_size}: a package takes one size, of multiples of 32 pixels, 64 at least.")
     if path.suffix != ".mlpackage" or precision not in ("float16", "float32"):
         raise ValueError(f"{path.name!r} must end in .mlpackage and {precision!r} be 'float16' or 'float32'.")
     from carelite.export import convert, quiet, trace, written_whole  # notebook 13, which comes later
@@ -972,7 +972,7 @@ def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, pre
         (new / "executorch_debug_handle_mapping.json").unlink(missing_ok=True)
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-127
+# %% ../notebooks/11_dense_prediction.ipynb #cell-129
 @torch.no_grad()
 def verify_semantic_fpn(package: str | Path, model: SemanticFPN, images: UInt8[Tensor, "B 3 H W"]):
     """Check a package against the model it was made from, without Core ML; returns a `carelite.verification.Report`.
