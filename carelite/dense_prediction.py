@@ -7,8 +7,8 @@ __all__ = ['SHAPES', 'ANCHOR_SIZES', 'IGNORE', 'SCHEDULES', 'HEADS', 'SMALL', 'R
            'intersection_over_union', 'evaluate_segmentation', 'predict_dense', 'run_lengths', 'coco_objects',
            'coco_ground_truth', 'evaluate_detection', 'DenseSchedule', 'create_dense_schedule', 'for_training',
            'collate', 'dense_batches', 'save_state', 'restore', 'dense_step', 'train_dense', 'strengths', 'judged',
-           'run_shapes', 'open_as_annotated', 'header_faults', 'naming', 'read_coco', 'usable', 'CocoDataset',
-           'ADE20KDataset', 'ExportedGroupNorm', 'Sum', 'FusedSemanticFPN', 'export_semantic_fpn',
+           'run_shapes', 'open_as_annotated', 'header_faults', 'naming', 'read_coco', 'usable', 'coco_target',
+           'CocoDataset', 'ADE20KDataset', 'ExportedGroupNorm', 'Sum', 'FusedSemanticFPN', 'export_semantic_fpn',
            'verify_semantic_fpn']
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-005
@@ -539,13 +539,19 @@ def collate(batch: Sequence[tuple]) -> tuple[tuple[Tensor, ...], tuple[dict, ...
 
 
 def dense_batches(
-    dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0
-) -> DataLoader:
-    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers`."""
+    dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0, random_state=None
+) -> Iterator[tuple]:
+    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers`.
+
+    `random_state`, if given, is torch's from now on. (To begin with the batches draws a number.)
+    """
     random = torch.Generator().manual_seed(seed)
     order = list(RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random))
     order = order[done * schedule.batch_size :]
-    return DataLoader(dataset, schedule.batch_size, sampler=order, collate_fn=collate, num_workers=workers)
+    batches = iter(DataLoader(dataset, schedule.batch_size, sampler=order, collate_fn=collate, num_workers=workers))
+    if random_state is not None:
+        torch.set_rng_state(random_state)
+    return batches
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-085
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict, lines: list[dict]):
@@ -600,8 +606,7 @@ def train_dense(
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
     once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
     images; `state`, a file written with every line: where it exists, the training goes on from it, on the CPU as if it
-    had never stopped. Raises FloatingPointError, naming the step, for a loss that is not finite; ValueError for a data
-    set that is empty or of another number of classes, and for the state of another training.
+    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes`, `restore`.
     """
     check_classes(model, dataset)
     torch.manual_seed(seed)
@@ -613,9 +618,7 @@ def train_dense(
     done, before = (lines[-1]["step"], lines[-1]["seconds"]) if lines else (0, 0.0)
     rates, sums, begin = create_dense_schedule(optimizer, schedule), Counter(), time.perf_counter() - before
     rates.step_update(done)
-    batches = iter(dense_batches(dataset, schedule, seed, workers, done))
-    if saved:
-        torch.set_rng_state(saved["random"])  # only now, for the loader has drawn a number
+    batches = dense_batches(dataset, schedule, seed, workers, done, saved.get("random"))
     for step, (images, targets) in enumerate(batches, done + 1):
         sums.update(dense_step(model, images, targets, optimizer, step) | {"steps": 1})
         rates.step_update(step)
@@ -780,6 +783,21 @@ def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: boo
     return annotation, "crowd" if annotation.get("iscrowd") else ""
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-117
+def coco_target(coco, info: dict, objects: list[dict], category_ids: Sequence[int], masks: bool) -> dict:
+    """What is true about the image `info`, from its `usable` annotations, as in `ShapesDataset` without `semantic`."""
+    size = info["height"], info["width"]
+    drawn = [torch.from_numpy(coco.annToMask(a)) for a in objects] if masks else []
+    return as_targets(
+        torch.tensor([a["corners"] for a in objects], dtype=torch.float32),
+        torch.tensor([category_ids.index(a["category_id"]) + 1 for a in objects], dtype=torch.int64),
+        (torch.stack(drawn) if drawn else torch.zeros(0, *size, dtype=torch.uint8)) if masks else None,
+        torch.tensor([a.get("iscrowd", 0) for a in objects], dtype=torch.int64),
+        torch.tensor([a.get("area", a["bbox"][2] * a["bbox"][3]) for a in objects], dtype=torch.float32),
+        info["id"],
+        size,
+    )
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-118
 class CocoDataset(Dataset):
     """The images and objects of a file in COCO's JSON format; elements as in `ShapesDataset`, without `semantic`.
 
@@ -829,24 +847,11 @@ class CocoDataset(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict]:
         path, info, objects = self.items[index]
-        size = info["height"], info["width"]
-        image = VF.pil_to_tensor(open_as_annotated(path, size))
-        masks = None
-        if self.masks:
-            masks = [torch.from_numpy(self.coco.annToMask(a)) for a in objects]
-            masks = torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8)
-        target = as_targets(
-            torch.tensor([a["corners"] for a in objects], dtype=torch.float32),
-            torch.tensor([self.category_ids.index(a["category_id"]) + 1 for a in objects], dtype=torch.int64),
-            masks,
-            torch.tensor([a.get("iscrowd", 0) for a in objects], dtype=torch.int64),
-            torch.tensor([a.get("area", a["bbox"][2] * a["bbox"][3]) for a in objects], dtype=torch.float32),
-            info["id"],
-            size,
-        )
+        image = VF.pil_to_tensor(open_as_annotated(path, (info["height"], info["width"])))
+        target = coco_target(self.coco, info, objects, self.category_ids, self.masks)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-121
+# %% ../notebooks/11_dense_prediction.ipynb #cell-122
 class ADE20KDataset(Dataset):
     """Images and label maps in the folders of ADE20K's scene parsing challenge: images/SPLIT and annotations/SPLIT.
 
@@ -887,7 +892,7 @@ class ADE20KDataset(Dataset):
         target = dict(semantic=tv_tensors.Mask(torch.where(semantic > 0, semantic - 1, IGNORE)), image_id=index)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-126
+# %% ../notebooks/11_dense_prediction.ipynb #cell-127
 class ExportedGroupNorm(nn.LayerNorm):
     """What a GroupNorm computes, (B, C, H, W) → (B, C, H, W), in operations that Core ML has: a LayerNorm over each
     group's numbers, then scale and shift as a depthwise 1×1 convolution."""
@@ -913,7 +918,7 @@ class Sum(nn.Module):
             total = total + x
         return total
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-127
+# %% ../notebooks/11_dense_prediction.ipynb #cell-128
 class FusedSemanticFPN(nn.Module):
     """What a package of a Semantic FPN computes: an image (1, 3, H, W) in 0..255 to logits (1, K, H, W)."""
 
@@ -945,7 +950,7 @@ class FusedSemanticFPN(nn.Module):
             maps.append(x)
         return F.interpolate(self.head(self.decoder(maps)), scale_factor=4.0, mode="bilinear")
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-128
+# %% ../notebooks/11_dense_prediction.ipynb #cell-129
 def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, precision: str = "float16") -> Path:
     """Write a Core ML package that takes an RGB image as it is and puts out logits (1, K, H, W); returns its path.
 
@@ -972,7 +977,7 @@ def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, pre
         (new / "executorch_debug_handle_mapping.json").unlink(missing_ok=True)
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-129
+# %% ../notebooks/11_dense_prediction.ipynb #cell-130
 @torch.no_grad()
 def verify_semantic_fpn(package: str | Path, model: SemanticFPN, images: UInt8[Tensor, "B 3 H W"]):
     """Check a package against the model it was made from, without Core ML; returns a `carelite.verification.Report`.
