@@ -606,7 +606,7 @@ def train_dense(
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
     once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
     images; `state`, a file written with every line: where it exists, the training goes on from it, on the CPU as if it
-    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes`, `restore`.
+    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes`, `restore`
     """
     check_classes(model, dataset)
     torch.manual_seed(seed)
