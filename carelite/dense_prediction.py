@@ -2,11 +2,12 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'ANCHOR_SIZES', 'IGNORE', 'SCHEDULES', 'HEADS', 'SMALL', 'RUNS', 'import_dense', 'draw_shape', 'texture',
-           'as_targets', 'ShapesDataset', 'StageMaps', 'Pyramid', 'detector_options', 'anchors', 'mask_rcnn',
-           'retinanet', 'padded', 'SemanticFPN', 'semantic_fpn', 'intersection_over_union', 'evaluate_segmentation',
-           'predict_dense', 'run_lengths', 'coco_objects', 'coco_ground_truth', 'evaluate_detection', 'DenseSchedule',
-           'create_dense_schedule', 'for_training', 'collate', 'dense_batches', 'written', 'save_state', 'restore',
-           'dense_step', 'train_dense', 'judged', 'run_shapes', 'open_as_annotated', 'header_faults', 'read_coco',
+           'random_shape', 'draw_scene', 'as_targets', 'ShapesDataset', 'StageMaps', 'Pyramid', 'detector_options',
+           'anchors', 'mask_rcnn', 'retinanet', 'padded', 'SemanticFPN', 'semantic_fpn', 'check_classes',
+           'intersection_over_union', 'evaluate_segmentation', 'predict_dense', 'run_lengths', 'coco_objects',
+           'coco_ground_truth', 'evaluate_detection', 'DenseSchedule', 'create_dense_schedule', 'for_training',
+           'collate', 'dense_batches', 'save_state', 'restore', 'dense_step', 'train_dense', 'strengths', 'judged',
+           'run_shapes', 'open_as_annotated', 'header_faults', 'naming', 'read_coco', 'usable', 'coco_target',
            'CocoDataset', 'ADE20KDataset', 'ExportedGroupNorm', 'Sum', 'FusedSemanticFPN', 'export_semantic_fpn',
            'verify_semantic_fpn']
 
@@ -15,7 +16,6 @@ import copy
 import importlib
 import json
 import math
-import shutil
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from PIL import Image
-from safetensors.torch import save_model
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,13 +42,13 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.retinanet import RetinaNetHead
-from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops import FeaturePyramidNetwork, masks_to_boxes
 from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxPool, LastLevelP6P7
 from torchvision.transforms.v2 import functional as VF
 
 from .backbone import create_model
-from .data import to_rgb
-from .training import TrainConfig, create_optimizer
+from .data import image_files, open_image
+from .training import TrainConfig, create_optimizer, write_text
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-009
 def import_dense(module: str) -> ModuleType:
@@ -93,6 +92,30 @@ def texture(rng: np.random.Generator, size: tuple[int, int], colour: np.ndarray)
     return colour.astype(np.float32) + waves[..., None] * rng.uniform(-15, 15, 3).astype(np.float32) + noise
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-015
+def random_shape(rng: np.random.Generator, size: tuple[int, int]) -> tuple[int, np.ndarray]:
+    """Label, from 1 on, and pixels of a random shape that lies in an image of `size` (height, width)."""
+    label, radius = int(rng.integers(1, 4)), rng.uniform(12, 26)
+    centre = tuple(rng.uniform(radius, side - radius) for side in reversed(size))
+    return label, draw_shape(list(SHAPES)[label - 1], size, centre, radius, rng.uniform(-0.25, 0.25))
+
+
+def draw_scene(
+    rng: np.random.Generator, size: tuple[int, int], max_objects: int
+) -> tuple[np.ndarray, np.ndarray, list]:
+    """Image (height, width, 3), bytes; what is visible of each object (N, height, width), true or false; and labels."""
+    image, masks, labels = texture(rng, size, rng.uniform(80, 170, 3)), np.zeros((0, *size), bool), []
+    objects = rng.integers(1, max_objects + 1) if max_objects and rng.random() < 0.9 else 0
+    for _ in range(objects):
+        label, mask = random_shape(rng, size)
+        visible = masks & ~mask
+        if (visible.sum((1, 2)) < 0.5 * masks.sum((1, 2))).any():
+            continue  # it would hide most of another one
+        colour = list(SHAPES.values())[label - 1] + rng.uniform(-40, 40, 3)
+        image[mask] = texture(rng, size, colour)[mask]
+        masks, labels = np.concatenate([visible, mask[None]]), [*labels, label]
+    return image.clip(0, 255).astype(np.uint8), masks, labels
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-017
 def as_targets(
     boxes: Tensor, labels: Tensor, masks: Tensor | None, iscrowd: Tensor, area: Tensor, image_id: int, size
 ) -> dict:
@@ -101,7 +124,7 @@ def as_targets(
     target = dict(boxes=boxes, labels=labels, iscrowd=iscrowd, area=area, image_id=image_id)
     return target if masks is None else target | dict(masks=tv_tensors.Mask(masks))
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-016
+# %% ../notebooks/11_dense_prediction.ipynb #cell-018
 class ShapesDataset(Dataset):
     """Generated images of discs, squares and triangles, a little tilted, that hide each other, on textured ground.
 
@@ -130,38 +153,16 @@ class ShapesDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, dict]:
         if not 0 <= index < self.length:
             raise IndexError(f"there are {self.length} images; {index} is none.")
-        rng = np.random.default_rng((self.seed, index))
-        ground = rng.uniform(80, 170, 3)
-        image, masks, labels = texture(rng, self.size, ground), np.zeros((0, *self.size), bool), []
-        objects = rng.integers(1, self.max_objects + 1) if self.max_objects and rng.random() < 0.9 else 0
-        for _ in range(objects):
-            label, mask = self.place(rng)
-            visible = masks & ~mask
-            if (visible.sum((1, 2)) < 0.5 * masks.sum((1, 2))).any():
-                continue  # it would hide most of another one
-            colour = SHAPES[self.classes[label]] + rng.uniform(-40, 40, 3)
-            image[mask] = texture(rng, self.size, colour)[mask]
-            masks, labels = np.concatenate([visible, mask[None]]), [*labels, label]
-        image = torch.from_numpy(image.clip(0, 255).astype(np.uint8)).permute(2, 0, 1).contiguous()
-        target = self.target(torch.from_numpy(masks), torch.tensor(labels, dtype=torch.int64), index)
+        image, masks, labels = draw_scene(np.random.default_rng((self.seed, index)), self.size, self.max_objects)
+        image = torch.from_numpy(image).permute(2, 0, 1).contiguous()
+        masks, labels = torch.from_numpy(masks), torch.tensor(labels, dtype=torch.int64)
+        boxes = masks_to_boxes(masks) + torch.tensor([0, 0, 1, 1])  # the library gives the last column and row
+        crowd, area = torch.zeros_like(labels), masks.sum((1, 2)).float()
+        target = as_targets(boxes, labels, masks.byte(), crowd, area, index, self.size)
+        target["semantic"] = tv_tensors.Mask((masks * labels.view(-1, 1, 1)).sum(0))
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-    def place(self, rng: np.random.Generator) -> tuple[int, np.ndarray]:
-        """Label and pixels of a random shape that lies in the image."""
-        label, radius = int(rng.integers(1, 4)), rng.uniform(12, 26)
-        centre = tuple(rng.uniform(radius, side - radius) for side in reversed(self.size))
-        return label, draw_shape(self.classes[label], self.size, centre, radius, rng.uniform(-0.25, 0.25))
-
-    def target(self, masks: Tensor, labels: Tensor, index: int) -> dict:
-        """The target that follows from the visible pixels of each object."""
-        corners = [(*m.any(0).nonzero()[[0, -1], 0].tolist(), *m.any(1).nonzero()[[0, -1], 0].tolist()) for m in masks]
-        boxes = torch.tensor([(x1, y1, x2 + 1, y2 + 1) for x1, x2, y1, y2 in corners], dtype=torch.float32)
-        semantic = (masks * labels.view(-1, 1, 1)).sum(0)
-        area = masks.sum((1, 2)).float()
-        target = as_targets(boxes, labels, masks.byte(), torch.zeros_like(labels), area, index, self.size)
-        return target | dict(semantic=tv_tensors.Mask(semantic))
-
-# %% ../notebooks/11_dense_prediction.ipynb #cell-023
+# %% ../notebooks/11_dense_prediction.ipynb #cell-025
 class StageMaps(nn.Module):
     """A classifier's four stages as an encoder: image (B, 3, H, W) to maps of strides 4, 8, 16 and 32.
 
@@ -182,7 +183,7 @@ class StageMaps(nn.Module):
         maps = self.backbone.forward_intermediates(x, len(self.norms), intermediates_only=True)
         return [norm(x) for norm, x in zip(self.norms, maps)]
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-030
+# %% ../notebooks/11_dense_prediction.ipynb #cell-032
 class Pyramid(nn.Module):
     """An encoder under a feature pyramid: image (B, 3, H, W) to a dictionary of maps with `width` channels each.
 
@@ -198,7 +199,7 @@ class Pyramid(nn.Module):
     def forward(self, x: Float[Tensor, "B 3 H W"]) -> dict[str, Tensor]:
         return self.fpn(OrderedDict((str(i), x) for i, x in enumerate(self.maps(x))))
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-035
+# %% ../notebooks/11_dense_prediction.ipynb #cell-037
 ANCHOR_SIZES = (32, 64, 128, 256, 512)  # pixels, one per level of the pyramid, from fine to coarse
 
 
@@ -215,7 +216,7 @@ def anchors(sizes: Sequence[int], octaves: int = 1) -> AnchorGenerator:
     per_level = tuple(tuple(int(s * 2 ** (i / octaves)) for i in range(octaves)) for s in sizes)
     return AnchorGenerator(per_level, ((0.5, 1.0, 2.0),) * 5)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-043
+# %% ../notebooks/11_dense_prediction.ipynb #cell-045
 def mask_rcnn(
     name: str,
     num_classes: int,
@@ -238,7 +239,7 @@ def mask_rcnn(
     Takes images in 0..1. Source: He et al. 2017; both papers' COCO results.
     """
     maps = StageMaps(name, checkpoint=checkpoint, norms=norms, drop_path_rate=drop_path_rate)
-    return MaskRCNN(
+    model = MaskRCNN(
         Pyramid(maps, width, LastLevelMaxPool()),
         **detector_options(maps, min_size, max_size),
         rpn_anchor_generator=anchors(anchor_sizes),
@@ -248,8 +249,10 @@ def mask_rcnn(
         mask_head=MaskRCNNHeads(width, (width,) * 4, 1),
         mask_predictor=MaskRCNNPredictor(width, width, num_classes),
     )
+    model.num_classes = num_classes
+    return model
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-050
+# %% ../notebooks/11_dense_prediction.ipynb #cell-052
 def retinanet(
     name: str,
     num_classes: int,
@@ -272,24 +275,30 @@ def retinanet(
     maps = StageMaps(name, checkpoint=checkpoint, norms=norms, first=1, drop_path_rate=drop_path_rate)
     generator = anchors(anchor_sizes, octaves=3)
     norm = partial(nn.GroupNorm, width // 8) if head_norms else None
-    return RetinaNet(
+    head = RetinaNetHead(width, generator.num_anchors_per_location()[0], num_classes, norm_layer=norm)
+    if head_norms:
+        for conv in (*head.classification_head.conv, *head.regression_head.conv):
+            nn.init.kaiming_normal_(conv[0].weight)
+    model = RetinaNet(
         Pyramid(maps, width, LastLevelP6P7(maps.channels[-1], width)),
         num_classes,
         **detector_options(maps, min_size, max_size),
         anchor_generator=generator,
-        head=RetinaNetHead(width, generator.num_anchors_per_location()[0], num_classes, norm_layer=norm),
+        head=head,
     )
-
-# %% ../notebooks/11_dense_prediction.ipynb #cell-053
-def padded(images: Sequence[Tensor], value: int = 0, multiple: int = 32) -> Tensor:
-    """Maps (…, H, W) of any sizes as one batch: `value` is added on the right and below, to a `multiple` of pixels."""
-    height, width = (-(-max(x.shape[side] for x in images) // multiple) * multiple for side in (-2, -1))
-    return torch.stack([F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value) for x in images])
-
-# %% ../notebooks/11_dense_prediction.ipynb #cell-054
-IGNORE = 255  # the label of pixels that no loss and no metric looks at
+    model.num_classes = num_classes
+    return model
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-055
+def padded(images: Sequence[Tensor], value: int = 0) -> Tensor:
+    """Maps (…, H, W) of any sizes as one batch: `value` fills the right and below, to multiples of 32, 64 at least."""
+    height, width = (max(64, -(-max(x.shape[side] for x in images) // 32) * 32) for side in (-2, -1))
+    return torch.stack([F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value) for x in images])
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-056
+IGNORE = 255  # the label of pixels that no loss and no metric looks at
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-057
 class SemanticFPN(nn.Module):
     """Semantic FPN, called as torchvision's detectors are: with a list of images (3, H, W) in 0..1, of any sizes.
 
@@ -302,9 +311,11 @@ class SemanticFPN(nn.Module):
 
     def __init__(self, maps: StageMaps, num_classes: int, width: int = 256):
         super().__init__()
+        if not 1 <= num_classes <= IGNORE:
+            raise ValueError(f"num_classes={num_classes}: 1 to {IGNORE} are possible, as {IGNORE} means ignored.")
         smp = import_dense("segmentation_models_pytorch.decoders.fpn.decoder")
         branch = max(32, width // 2)
-        self.maps = maps
+        self.maps, self.num_classes = maps, num_classes
         self.decoder = smp.FPNDecoder(maps.channels, 4, pyramid_channels=width, segmentation_channels=branch)
         self.head = nn.Conv2d(branch, num_classes, 1)
         for name in ("mean", "std"):
@@ -321,13 +332,13 @@ class SemanticFPN(nn.Module):
         if not self.training:
             maps = [self.logits(padded([x]))[0, :, : x.shape[-2], : x.shape[-1]].argmax(0) for x in images]
             return [dict(semantic=labels) for labels in maps]
-        if targets is None:
-            raise ValueError("in training mode the model needs targets.")
+        if targets is None or not all("semantic" in target for target in targets):
+            raise ValueError("in training mode the model needs targets with `semantic`.")
         semantic = padded([target["semantic"] for target in targets], IGNORE)
         loss = F.cross_entropy(self.logits(padded(images)), semantic, ignore_index=IGNORE, reduction="sum")
         return dict(cross_entropy=loss / (semantic != IGNORE).sum().clamp(min=1))
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-056
+# %% ../notebooks/11_dense_prediction.ipynb #cell-058
 def semantic_fpn(
     name: str,
     num_classes: int,
@@ -342,7 +353,16 @@ def semantic_fpn(
         StageMaps(name, checkpoint=checkpoint, norms=norms, drop_path_rate=drop_path_rate), num_classes, width
     )
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-063
+# %% ../notebooks/11_dense_prediction.ipynb #cell-065
+def check_classes(model: nn.Module, dataset: Dataset):
+    """Raises ValueError for a data set without images, or with another number of classes than the model."""
+    if not len(dataset):
+        raise ValueError("the data set has no images.")
+    ours, theirs = getattr(model, "num_classes", None), getattr(dataset, "classes", None)
+    if ours and theirs and ours != len(theirs):
+        raise ValueError(f"the model has {ours} classes, the data set {len(theirs)}: give num_classes={len(theirs)}.")
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-066
 def intersection_over_union(confusion: Int64[Tensor, "K K"]) -> Float[Tensor, " K"]:
     """Per class, pixels of the class that were found over pixels that are of the class or were called so.
 
@@ -357,10 +377,9 @@ def evaluate_segmentation(model: nn.Module, dataset: Dataset) -> tuple[dict[str,
     """ "miou", the mean IoU of the classes that occur, and "pixel_accuracy", 0..1, and the confusion matrix.
 
     One matrix is summed over all images, so neither depends on how they are batched; pixels labelled `IGNORE` do not
-    count. Raises ValueError for an empty data set.
+    count. Raises ValueError as `check_classes` does.
     """
-    if not len(dataset):
-        raise ValueError("there are no images to evaluate on.")
+    check_classes(model, dataset)
     classification = import_dense("torchmetrics.classification")
     metric = classification.MulticlassConfusionMatrix(len(dataset.classes), ignore_index=IGNORE)
     for image, target in dataset:
@@ -370,7 +389,7 @@ def evaluate_segmentation(model: nn.Module, dataset: Dataset) -> tuple[dict[str,
     miou = intersection_over_union(confusion).nanmean()
     return dict(miou=miou.item(), pixel_accuracy=accuracy.item()), confusion
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-069
+# %% ../notebooks/11_dense_prediction.ipynb #cell-072
 @torch.no_grad()
 def predict_dense(model: nn.Module, image: UInt8[Tensor, "3 H W"]) -> dict[str, Tensor]:
     """What `model` says about one image, on the CPU: `semantic` (H, W), or for N objects, the surest first,
@@ -378,19 +397,19 @@ def predict_dense(model: nn.Module, image: UInt8[Tensor, "3 H W"]) -> dict[str, 
 
     An image at a time, so that what is said about it does not depend on others. The model's mode is restored.
     """
-    training, device = model.training, next(model.parameters()).device
+    training, weight = model.training, next(model.parameters())
     model.eval()
     try:
-        (result,) = model([VF.to_dtype(image.as_subclass(Tensor), torch.float32, scale=True).to(device)])
+        (result,) = model([VF.to_dtype(image.as_subclass(Tensor), torch.float32, scale=True).to(weight)])
     finally:
         model.train(training)
     if "labels" in result:  # RetinaNet scores the background too, which is no object
         result = {key: value[result["labels"] > 0] for key, value in result.items()}
     if "masks" in result:
         result["masks"] = result["masks"][:, 0] > 0.5
-    return {key: value.cpu() for key, value in result.items()}
+    return {key: value.cpu().float() if value.is_floating_point() else value.cpu() for key, value in result.items()}
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-071
+# %% ../notebooks/11_dense_prediction.ipynb #cell-074
 def run_lengths(masks: Bool[Tensor, "N H W"]) -> list[dict]:
     """Masks in COCO's run-length code, as it stands in its JSON files."""
     columns = np.asfortranarray(masks.permute(1, 2, 0).byte().numpy())
@@ -413,7 +432,7 @@ def coco_objects(objects: dict, image_id: int, category_ids: Sequence[int]) -> l
         row["segmentation"] = code
     return rows
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-072
+# %% ../notebooks/11_dense_prediction.ipynb #cell-075
 def coco_ground_truth(dataset: Dataset) -> dict:
     """The objects of a data set as the contents of a COCO annotation file."""
     images, annotations = [], []
@@ -425,16 +444,15 @@ def coco_ground_truth(dataset: Dataset) -> dict:
     categories = [dict(id=i, name=name) for i, name in zip(dataset.category_ids, dataset.classes[1:])]
     return dict(images=images, annotations=annotations, categories=categories)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-073
+# %% ../notebooks/11_dense_prediction.ipynb #cell-076
 def evaluate_detection(model: nn.Module, dataset: Dataset) -> tuple[dict[str, float], list[dict]]:
     """COCO's average precision of a detector, and its objects as the contents of a COCO results file.
 
     The figures are "box_map" (mean over IoU 0.5 to 0.95), "box_map_50", "box_map_75" and, for Mask R-CNN, the same of
     masks, "mask_map" and so on: 0..1, and -1 where there is nothing to find. Computed by pycocotools.
-    Raises ValueError for an empty data set.
+    Raises ValueError as `check_classes` does.
     """
-    if not len(dataset):
-        raise ValueError("there are no images to evaluate on.")
+    check_classes(model, dataset)
     kinds = {"bbox": "box"} | ({"segm": "mask"} if isinstance(model, MaskRCNN) else {})
     # COCO's own thresholds: torchmetrics' defaults are rounded to float32, and a recall of exactly 0.8 falls below 0.8
     thresholds = dict(
@@ -457,7 +475,7 @@ def evaluate_detection(model: nn.Module, dataset: Dataset) -> tuple[dict[str, fl
     names = ("map", "map_50", "map_75")
     return {f"{name}_{n}": float(values[prefix + n]) for prefix, name in prefixes.items() for n in names}, rows
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-076
+# %% ../notebooks/11_dense_prediction.ipynb #cell-079
 @dataclass(frozen=True)
 class DenseSchedule:
     """How long and how fast a model is trained, by AdamW.
@@ -486,7 +504,7 @@ SCHEDULES = {
     "shapes": DenseSchedule(300, 8, 1.5e-3, 0.05, 50, "cosine"),  # the runs of this notebook, from random weights
 }
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-077
+# %% ../notebooks/11_dense_prediction.ipynb #cell-080
 def create_dense_schedule(optimizer: torch.optim.Optimizer, schedule: DenseSchedule):
     """timm's scheduler for a `DenseSchedule`; call `step_update(t)` after step t."""
     return create_scheduler_v2(
@@ -501,14 +519,16 @@ def create_dense_schedule(optimizer: torch.optim.Optimizer, schedule: DenseSched
         updates_per_epoch=1,
     )[0]
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-080
+# %% ../notebooks/11_dense_prediction.ipynb #cell-083
 def for_training(image: UInt8[Tensor, "3 H W"], target: dict) -> tuple[Float[Tensor, "3 H W"], dict]:
     """An element of a data set as a model takes it in training: 0..1, plain tensors, no crowds, no empty boxes."""
     target = {key: v.as_subclass(Tensor) for key, v in target.items() if isinstance(v, Tensor)}
     if "boxes" in target:
         boxes, objects = target["boxes"], ("boxes", "labels", "masks", "iscrowd", "area")
-        keep = (boxes[:, 2:] > boxes[:, :2]).all(1) & (target["iscrowd"] == 0)
+        keep = (boxes[:, 2:] > boxes[:, :2]).all(1) & (target.get("iscrowd", torch.zeros(len(boxes))) == 0)
         target |= {key: target[key][keep] for key in objects if key in target}
+    dtypes = dict(boxes=torch.float32, labels=torch.int64, semantic=torch.int64)
+    target |= {key: target[key].to(dtype) for key, dtype in dtypes.items() if key in target}
     return VF.to_dtype(image.as_subclass(Tensor), torch.float32, scale=True), target
 
 
@@ -519,52 +539,44 @@ def collate(batch: Sequence[tuple]) -> tuple[tuple[Tensor, ...], tuple[dict, ...
 
 
 def dense_batches(
-    dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0
-) -> DataLoader:
-    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers`."""
+    dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0, random_state=None
+) -> Iterator[tuple]:
+    """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers`.
+
+    `random_state`, if given, is torch's from now on. (To begin with the batches draws a number.)
+    """
     random = torch.Generator().manual_seed(seed)
     order = list(RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random))
     order = order[done * schedule.batch_size :]
-    return DataLoader(dataset, schedule.batch_size, sampler=order, collate_fn=collate, num_workers=workers)
+    batches = iter(DataLoader(dataset, schedule.batch_size, sampler=order, collate_fn=collate, num_workers=workers))
+    if random_state is not None:
+        torch.set_rng_state(random_state)
+    return batches
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-082
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, for a file or folder that takes its place at the end unless something fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
-    try:
-        yield partial
-        if path.is_dir():
-            shutil.rmtree(path)
-        partial.replace(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
-
-# %% ../notebooks/11_dense_prediction.ipynb #cell-083
-def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: DenseSchedule, lines: list):
-    """Write what `restore` needs to go on with a training."""
+# %% ../notebooks/11_dense_prediction.ipynb #cell-085
+def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict, lines: list[dict]):
+    """Write what `restore` needs to go on with a training; `run` is what it must not differ in."""
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
-    with written(path) as partial:
-        torch.save(state | dict(schedule=asdict(schedule), lines=lines), partial)
+    partial = path.with_name(f"{path.name}.partial")
+    torch.save(state | dict(run=run, lines=lines), partial)
+    partial.replace(path)
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: DenseSchedule) -> list[dict]:
-    """Put model, optimizer and the random state where the training in `path` was; returns its lines, [] without a file.
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict) -> dict:
+    """Put model and optimizer where the training in `path` was; returns its `lines` and `random` state, {} for no file.
 
-    Raises ValueError where it had another schedule.
+    Raises ValueError where `run` was another.
     """
     if not path.exists():
-        return []
-    state = torch.load(path, weights_only=True)
-    if state["schedule"] != asdict(schedule):
-        raise ValueError(f"{path} is the state of a training by {state['schedule']}: remove it, or use its schedule.")
+        return {}
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["run"] != run:
+        raise ValueError(f"{path} is the state of another training, {state['run']}: remove it, or go on with that one.")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["random"])
-    return state["lines"]
+    return state
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-084
+# %% ../notebooks/11_dense_prediction.ipynb #cell-086
 def dense_step(model: nn.Module, images: Sequence[Tensor], targets: Sequence[dict], optimizer, step: int) -> dict:
     """One step of a training, the `step`-th; returns the value of each loss. Raises as `train_dense` does."""
     device = next(model.parameters()).device
@@ -578,7 +590,7 @@ def dense_step(model: nn.Module, images: Sequence[Tensor], targets: Sequence[dic
     optimizer.step()
     return values
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-085
+# %% ../notebooks/11_dense_prediction.ipynb #cell-087
 def train_dense(
     model: nn.Module,
     dataset: Dataset,
@@ -594,17 +606,20 @@ def train_dense(
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
     once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
     images; `state`, a file written with every line: where it exists, the training goes on from it, on the CPU as if it
-    had never stopped. Raises FloatingPointError, naming the step, for a loss that is not finite; ValueError for the
-    state of a training with another schedule.
+    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes`, `restore`
     """
+    check_classes(model, dataset)
     torch.manual_seed(seed)
     model.train().to(memory_format=torch.channels_last)
     optimizer = create_optimizer(model, TrainConfig(lr=schedule.lr, weight_decay=schedule.weight_decay))
-    lines = [] if state is None else restore(Path(state), model, optimizer, schedule)
+    run = asdict(schedule) | dict(seed=seed, images=len(dataset))
+    saved = restore(Path(state), model, optimizer, run) if state else {}
+    lines = saved.get("lines", [])
     done, before = (lines[-1]["step"], lines[-1]["seconds"]) if lines else (0, 0.0)
     rates, sums, begin = create_dense_schedule(optimizer, schedule), Counter(), time.perf_counter() - before
     rates.step_update(done)
-    for step, (images, targets) in enumerate(dense_batches(dataset, schedule, seed, workers, done), done + 1):
+    batches = dense_batches(dataset, schedule, seed, workers, done, saved.get("random"))
+    for step, (images, targets) in enumerate(batches, done + 1):
         sums.update(dense_step(model, images, targets, optimizer, step) | {"steps": 1})
         rates.step_update(step)
         if step % 10 == 0 or step == schedule.steps:
@@ -613,11 +628,11 @@ def train_dense(
             log(lines[-1])
             sums.clear()
             if state is not None:
-                save_state(Path(state), model, optimizer, schedule, lines)
+                save_state(Path(state), model, optimizer, run, lines)
     model.eval()
     return lines
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-090
+# %% ../notebooks/11_dense_prediction.ipynb #cell-092
 HEADS = {"mask_rcnn": mask_rcnn, "retinanet": retinanet, "semantic_fpn": semantic_fpn}
 SMALL = {  # what makes the heads fit images of 128 pixels
     "mask_rcnn": dict(
@@ -630,12 +645,23 @@ SMALL = {  # what makes the heads fit images of 128 pixels
 
 RUNS = (  # head, backbone, steps
     ("mask_rcnn", "care_s0", 250),
-    ("retinanet", "cas_vit_xs", 500),
+    ("retinanet", "cas_vit_xs", 250),
     ("semantic_fpn", "care_s0", 200),
     ("semantic_fpn", "cas_vit_xs", 200),
 )
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-091
+# %% ../notebooks/11_dense_prediction.ipynb #cell-093
+@torch.no_grad()
+def strengths(model: nn.Module, image: UInt8[Tensor, "3 H W"]) -> list[list[list[int]]]:
+    """How strongly each level of a detector's pyramid responds to an image, row by row, from 0 to 255, the strongest.
+
+    The strength of a position is the length of its vector of channels.
+    """
+    images, _ = model.transform([image.as_subclass(Tensor) / 255])
+    lengths = [level[0].norm(dim=0) for level in model.backbone(images.tensors).values()]
+    return [(255 * x / x.max()).round().int().tolist() for x in lengths]
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-094
 def judged(model: nn.Module, dataset: Dataset, shown: int) -> dict:
     """The figures of a trained model, and what it says about the first `shown` images, as JSON can hold it."""
     if isinstance(model, SemanticFPN):
@@ -646,9 +672,9 @@ def judged(model: nn.Module, dataset: Dataset, shown: int) -> dict:
         return dict(figures=figures, confusion=confusion.tolist(), predictions=predictions)
     figures, rows = evaluate_detection(model, dataset)
     predictions = [row for row in rows if row["image_id"] < shown and row["score"] >= 0.3]
-    return dict(figures=figures, predictions=predictions)
+    return dict(figures=figures, predictions=predictions, levels=strengths(model, dataset[1][0]))
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-092
+# %% ../notebooks/11_dense_prediction.ipynb #cell-095
 def run_shapes(
     head: str,
     name: str,
@@ -657,14 +683,13 @@ def run_shapes(
     *,
     held_out: int = 100,
     shown: int = 24,
-    weights: str | Path | None = None,
 ) -> Path:
     """Train one model on generated shapes, evaluate it on others, and write `folder`/HEAD_NAME.json; returns its path.
 
-    Arguments: `head`, a name of `HEADS`; `name`, a backbone; `steps` of the schedule "shapes"; `held_out`,
-    images to evaluate on, of which the first `shown` are stored with what is predicted; `weights`, a safetensors file
-    for the weights, by default none. The file has schedule, losses, figures, predictions and seconds. Both files are
-    written whole or not at all; until then HEAD_NAME.state lets the same call go on after an interruption.
+    Arguments: `head`, a name of `HEADS`; `name`, a backbone; `steps` of the schedule "shapes"; `held_out`, two or more
+    images to evaluate on, of which the first `shown` are stored with what is predicted. The file has schedule, losses,
+    figures, predictions and seconds. It is written whole or not at all; until then HEAD_NAME.state lets the same call
+    go on after an interruption.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r} is unknown: choose {', '.join(HEADS)}.")
@@ -672,39 +697,33 @@ def run_shapes(
     schedule = replace(SCHEDULES["shapes"], steps=steps)
     train, val = ShapesDataset(schedule.steps * schedule.batch_size), ShapesDataset(held_out, seed=1)
     model, path = HEADS[head](name, len(train.classes), **SMALL[head]), Path(folder, f"{head}_{name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = train_dense(model, train, schedule, state=path.with_suffix(".state"))
     begin = time.perf_counter()
     found = judged(model, val, shown)
     seconds = dict(training=lines[-1]["seconds"], evaluation=round(time.perf_counter() - begin, 1))
     result = dict(head=head, model=name, schedule=asdict(schedule), options=SMALL[head], held_out=held_out)
     result |= dict(seconds=seconds, threads=torch.get_num_threads(), log=lines) | found
-    with written(path) as partial:
-        partial.write_text(json.dumps(result))
-    if weights is not None:
-        with written(Path(weights)) as partial:
-            save_model(model, str(partial))
+    write_text(path, json.dumps(result))
     path.with_suffix(".state").unlink()
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-096
+# %% ../notebooks/11_dense_prediction.ipynb #cell-113
 def open_as_annotated(path: Path, size: tuple[int, int]) -> Image.Image:
     """The image at `path` as RGB, turned so that it has the `size` (height, width) of its annotation.
 
     Upright, as its EXIF tag says, where that has this size (whoever drew the annotation saw it so); as it is stored
     where only that has it. Raises ValueError, naming the file, where neither does, or where it cannot be read.
     """
-    try:
+    image = open_image(path)
+    if (image.height, image.width) != size:
         with Image.open(path) as file:
-            file.load()
-            upright = to_rgb(file)
-    except Exception as error:  # Pillow's decoders raise errors of many kinds
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
-    for image in (upright, file):
-        if (image.height, image.width) == tuple(size):
-            return image.convert("RGB")
-    raise ValueError(f"{path} has {file.height} x {file.width} pixels, its annotation {size[0]} x {size[1]}.")
+            image = file.convert("RGB")
+    if (image.height, image.width) != size:
+        raise ValueError(f"{path} has {image.height} x {image.width} pixels, its annotation {size[0]} x {size[1]}.")
+    return image
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-097
+# %% ../notebooks/11_dense_prediction.ipynb #cell-114
 def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str | None, bool]:
     """What keeps the image at `path` from being used, from its header alone, and whether an EXIF tag turns it."""
     try:
@@ -717,31 +736,78 @@ def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str 
         return f"{path} does not have the {size[0]} x {size[1]} pixels of its annotation", turned
     return None, turned
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-098
-def read_coco(source: Path | dict):
-    """pycocotools' COCO of a file, or of what such a file holds, without its prints. Raises ValueError for another."""
-    coco = import_dense("pycocotools.coco").COCO()
+# %% ../notebooks/11_dense_prediction.ipynb #cell-115
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Whatever goes wrong inside is raised again as a ValueError that says in which part of the data."""
     try:
-        with redirect_stdout(StringIO()):
-            coco.dataset = source if isinstance(source, dict) else json.loads(source.read_text())
-            for part in ("images", "annotations", "categories"):
-                coco.dataset[part]
-            coco.createIndex()
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{source} is not in COCO's format ({type(error).__name__}: {error}).") from error
+        yield
+    except Exception as error:  # files can be wrong in many ways
+        raise ValueError(f"{what} cannot be used ({type(error).__name__}: {error}).") from error
+
+
+def read_coco(path: Path):
+    """pycocotools' COCO of a file, without its prints. Raises ValueError for another file."""
+    coco = import_dense("pycocotools.coco").COCO()
+    with redirect_stdout(StringIO()), naming(f"{path} is not in COCO's format: it"):
+        coco.dataset = json.loads(path.read_text())
+        images, categories, _ = (coco.dataset[part] for part in ("images", "categories", "annotations"))
+        coco.createIndex()
+        if len(coco.imgs) < len(images) or len(coco.cats) < len(categories):
+            raise ValueError("an id occurs twice")
     return coco
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-099
+# %% ../notebooks/11_dense_prediction.ipynb #cell-116
+def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: bool) -> tuple[dict | None, str]:
+    """An annotation of the image `info` with its box cut at the image's border, and the kind that it counts as.
+
+    The kind is "crowd", "without area", "without polygon" or, for most, nothing. An object without area is not used,
+    nor is one without a polygon of three points or more where `masks` are wanted: then the first result is None.
+    Raises ValueError for an unknown category, and for a mask or polygon that is none.
+    """
+    if annotation["category_id"] not in category_ids:
+        raise ValueError(f"category {annotation['category_id']} is unknown")
+    x, y, width, height = annotation["bbox"]
+    x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + width, info["width"]), min(y + height, info["height"])
+    if not (x2 > x1 and y2 > y1):
+        return None, "without area"
+    parts = annotation.get("segmentation")
+    if masks and isinstance(parts, dict):  # run-length encoded
+        if list(parts["size"]) != [info["height"], info["width"]]:
+            raise ValueError(f"its mask has {parts['size']} pixels, its image {info['height']} x {info['width']}")
+    elif masks:
+        parts = [np.asarray(part, float).reshape(-1, 2).ravel().tolist() for part in parts or () if len(part) >= 6]
+        if not parts:
+            return None, "without polygon"
+    annotation = annotation | dict(corners=(x1, y1, x2, y2), segmentation=parts)
+    return annotation, "crowd" if annotation.get("iscrowd") else ""
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-117
+def coco_target(coco, info: dict, objects: list[dict], category_ids: Sequence[int], masks: bool) -> dict:
+    """What is true about the image `info`, from its `usable` annotations, as in `ShapesDataset` without `semantic`."""
+    size = info["height"], info["width"]
+    drawn = [torch.from_numpy(coco.annToMask(a)) for a in objects] if masks else []
+    return as_targets(
+        torch.tensor([a["corners"] for a in objects], dtype=torch.float32),
+        torch.tensor([category_ids.index(a["category_id"]) + 1 for a in objects], dtype=torch.int64),
+        (torch.stack(drawn) if drawn else torch.zeros(0, *size, dtype=torch.uint8)) if masks else None,
+        torch.tensor([a.get("iscrowd", 0) for a in objects], dtype=torch.int64),
+        torch.tensor([a.get("area", a["bbox"][2] * a["bbox"][3]) for a in objects], dtype=torch.float32),
+        info["id"],
+        size,
+    )
+
+# %% ../notebooks/11_dense_prediction.ipynb #cell-118
 class CocoDataset(Dataset):
     """The images and objects of a file in COCO's JSON format; elements as in `ShapesDataset`, without `semantic`.
 
     Arguments: `annotations`, the file; `images`, the folder; `masks`, False where there are boxes only; `transform`,
     as in `ShapesDataset`. Labels 1, 2, … stand for the categories in the order of their ids: `category_ids[label - 1]`.
     `counts` says what was found: "crowd" regions (kept, with `iscrowd` 1: training leaves them out, the metric forgives
-    what lies in them), objects "without area" and objects "without polygon" of three points or more (both left out),
-    images "without objects" (kept) and images "turned" by an EXIF tag (see `open_as_annotated`).
-    Raises FileNotFoundError; ValueError for a file that is not COCO's, for an unknown category, and for images that
-    are missing, unreadable or of another size, naming the file.
+    what lies in them), objects "without area", "without polygon" of three points or more, or "without image" in the
+    file (all three left out), images "without objects" (kept) and images "turned" by an EXIF tag (see
+    `open_as_annotated`). Raises FileNotFoundError; ValueError, naming what is wrong, for a file that is not COCO's, for
+    annotations that cannot be used (see `usable`), and for images that are missing, unreadable or of another size.
     """
 
     def __init__(self, annotations: str | Path, images: str | Path, *, masks: bool = True, transform=None):
@@ -749,81 +815,63 @@ class CocoDataset(Dataset):
             raise FileNotFoundError(f"there is no annotation file at {annotations}.")
         self.coco = read_coco(Path(annotations))
         self.masks, self.transform, self.counts, self.items = masks, transform, Counter(), []
-        categories = sorted(self.coco.cats.values(), key=lambda c: c["id"])
-        self.category_ids = tuple(c["id"] for c in categories)
-        self.classes = ("background", *(c["name"] for c in categories))
+        with naming(f"{annotations}"):
+            self.category_ids = tuple(sorted(self.coco.cats))
+            self.classes = ("background", *(self.coco.cats[i]["name"] for i in self.category_ids))
+            images_by_id = sorted(self.coco.imgs.items())
         faults = []
-        for image_id, info in sorted(self.coco.imgs.items()):
-            path = Path(images, info["file_name"])
-            fault, turned = header_faults(path, (info["height"], info["width"]))
+        for image_id, info in images_by_id:
+            with naming(f"{annotations}: image {image_id}"):
+                path = Path(images, info["file_name"])
+                fault, turned = header_faults(path, (info["height"], info["width"]))
             faults += [fault] if fault else []
-            objects = [self.checked(a, info, annotations) for a in self.coco.imgToAnns[image_id]]
-            objects = [a for a in objects if a is not None]
+            objects = self.objects(info, self.coco.imgToAnns[image_id], annotations)
             self.counts.update({"turned": turned, "without objects": not objects})
             self.items.append((path, info, objects))
         if faults:
             raise ValueError(f"{len(faults)} images cannot be used: " + "; ".join(faults[:5]))
+        self.counts["without image"] = sum(a["image_id"] not in self.coco.imgs for a in self.coco.anns.values())
 
-    def checked(self, annotation: dict, info: dict, file) -> dict | None:
-        """The annotation with its box cut at the image's border and its usable polygons; None where nothing is left."""
-        if annotation["category_id"] not in self.category_ids:
-            raise ValueError(
-                f"{file}: annotation {annotation['id']} has the unknown category {annotation['category_id']}."
-            )
-        x, y, width, height = annotation["bbox"]
-        x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + width, info["width"]), min(y + height, info["height"])
-        if x2 <= x1 or y2 <= y1:
-            self.counts["without area"] += 1
-            return None
-        annotation = annotation | dict(corners=(x1, y1, x2, y2))
-        parts = annotation.get("segmentation")
-        if self.masks and not isinstance(parts, dict):  # a dict is run-length encoded
-            parts = [p for p in parts or () if len(p) >= 6]
-            if not parts:
-                self.counts["without polygon"] += 1
-                return None
-        self.counts["crowd"] += annotation.get("iscrowd", 0)
-        return annotation | dict(segmentation=parts)
+    def objects(self, info: dict, annotations: list[dict], file) -> list[dict]:
+        """The annotations of an image that are `usable`; counts them."""
+        found = []
+        for annotation in annotations:
+            with naming(f"{file}: annotation {annotation['id']}"):
+                annotation, kind = usable(annotation, info, self.category_ids, self.masks)
+            self.counts.update([kind] if kind else [])
+            found += [annotation] if annotation else []
+        return found
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict]:
         path, info, objects = self.items[index]
-        size = info["height"], info["width"]
-        image = VF.pil_to_tensor(open_as_annotated(path, size))
-        masks = None
-        if self.masks:
-            masks = [torch.from_numpy(self.coco.annToMask(a)) for a in objects]
-            masks = torch.stack(masks) if masks else torch.zeros(0, *size, dtype=torch.uint8)
-        target = as_targets(
-            torch.tensor([a["corners"] for a in objects], dtype=torch.float32),
-            torch.tensor([self.category_ids.index(a["category_id"]) + 1 for a in objects], dtype=torch.int64),
-            masks,
-            torch.tensor([a.get("iscrowd", 0) for a in objects], dtype=torch.int64),
-            torch.tensor([a.get("area", a["bbox"][2] * a["bbox"][3]) for a in objects], dtype=torch.float32),
-            info["id"],
-            size,
-        )
+        image = VF.pil_to_tensor(open_as_annotated(path, (info["height"], info["width"])))
+        target = coco_target(self.coco, info, objects, self.category_ids, self.masks)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-103
+# %% ../notebooks/11_dense_prediction.ipynb #cell-122
 class ADE20KDataset(Dataset):
     """Images and label maps in the folders of ADE20K's scene parsing challenge: images/SPLIT and annotations/SPLIT.
 
     Elements are (image (3, H, W), bytes; target with `semantic` (H, W)). In the files 0 means unlabelled and 1 to
     `num_classes` are classes; here they are 255, which is ignored, and 0 to `num_classes` - 1. `counts["turned"]` are
     images that an EXIF tag turns, see `open_as_annotated`.
-    Raises FileNotFoundError where a folder or label maps are missing; ValueError, naming the file, for a label map that
-    has another size than its image or labels outside the range.
+    Raises FileNotFoundError where a folder, the images or label maps are missing; ValueError for more than 255 classes
+    and, naming the file, for a label map that has another size than its image or labels outside the range.
     """
 
     def __init__(self, root: str | Path, split: str = "training", *, num_classes: int = 150, transform=None):
+        if not 1 <= num_classes <= IGNORE:
+            raise ValueError(f"num_classes={num_classes}: 1 to {IGNORE} are possible, as {IGNORE} means ignored.")
         folders = Path(root, "images", split), Path(root, "annotations", split)
         if missing := [folder for folder in folders if not folder.is_dir()]:
             raise FileNotFoundError(f"there is no folder {missing[0]}.")
-        images = sorted(p for p in folders[0].iterdir() if p.suffix.lower() in (".jpg", ".jpeg", ".png"))
-        self.items = [(path, folders[1] / f"{path.stem}.png") for path in images]
+        images = image_files(folders[0])
+        if not images:
+            raise FileNotFoundError(f"there are no images in {folders[0]}.")
+        self.items = [(p, folders[1] / p.relative_to(folders[0]).with_suffix(".png")) for p in images]
         if missing := [maps for _, maps in self.items if not maps.is_file()]:
             raise FileNotFoundError(f"{len(missing)} images have no label map, such as {missing[0]}.")
         self.classes, self.transform = tuple(map(str, range(num_classes))), transform
@@ -834,17 +882,17 @@ class ADE20KDataset(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, dict]:
         path, maps = self.items[index]
-        with Image.open(maps) as file:
-            semantic = torch.from_numpy(np.asarray(file).astype(np.int64))
-        if semantic.dim() != 2 or semantic.max() > len(self.classes):
-            raise ValueError(
-                f"{maps} must hold one label per pixel, 0 to {len(self.classes)}, got {int(semantic.max())}."
-            )
+        with naming(f"{maps}"):
+            with Image.open(maps) as file:
+                semantic = torch.from_numpy(np.asarray(file).astype(np.int64))
+            if semantic.dim() != 2 or not 0 <= semantic.min() <= semantic.max() <= len(self.classes):
+                found = f"it has mode {file.mode} and numbers up to {semantic.max()}"
+                raise ValueError(f"a label map has one label per pixel, 0 to {len(self.classes)}; {found}")
         image = VF.pil_to_tensor(open_as_annotated(path, tuple(semantic.shape)))
         target = dict(semantic=tv_tensors.Mask(torch.where(semantic > 0, semantic - 1, IGNORE)), image_id=index)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-108
+# %% ../notebooks/11_dense_prediction.ipynb #cell-127
 class ExportedGroupNorm(nn.LayerNorm):
     """What a GroupNorm computes, (B, C, H, W) → (B, C, H, W), in operations that Core ML has: a LayerNorm over each
     group's numbers, then scale and shift as a depthwise 1×1 convolution."""
@@ -870,7 +918,7 @@ class Sum(nn.Module):
             total = total + x
         return total
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-109
+# %% ../notebooks/11_dense_prediction.ipynb #cell-128
 class FusedSemanticFPN(nn.Module):
     """What a package of a Semantic FPN computes: an image (1, 3, H, W) in 0..255 to logits (1, K, H, W)."""
 
@@ -902,34 +950,34 @@ class FusedSemanticFPN(nn.Module):
             maps.append(x)
         return F.interpolate(self.head(self.decoder(maps)), scale_factor=4.0, mode="bilinear")
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-110
+# %% ../notebooks/11_dense_prediction.ipynb #cell-129
 def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, precision: str = "float16") -> Path:
     """Write a Core ML package that takes an RGB image as it is and puts out logits (1, K, H, W); returns its path.
 
     Arguments: `model`, left as it is; `path`, ending in .mlpackage; `image_size`, one number or (height, width),
-    multiples of 32; `precision`, "float16" or "float32", of weights and arithmetic.
+    multiples of 32, 64 at least; `precision`, "float16" or "float32", of weights and arithmetic.
     Raises ValueError for another size, suffix or precision, before any slow work.
     """
     path, size = Path(path), (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-    if len(size) != 2 or min(size) < 32 or any(side % 32 for side in size):
-        raise ValueError(f"image_size={image_size}: a package takes one size, of multiples of 32 pixels.")
+    if len(size) != 2 or min(size) < 64 or any(side % 32 for side in size):
+        raise ValueError(f"image_size={image_size}: a package takes one size, of multiples of 32 pixels, 64 at least.")
     if path.suffix != ".mlpackage" or precision not in ("float16", "float32"):
         raise ValueError(f"{path.name!r} must end in .mlpackage and {precision!r} be 'float16' or 'float32'.")
-    from carelite.export import convert, quiet, trace  # notebook 13, which comes later
+    from carelite.export import convert, quiet, trace, written_whole  # notebook 13, which comes later
 
     network = FusedSemanticFPN(model)
     if precision == "float16":
         network = network.half().float()  # rounded here: the converter would turn what underflows into ±1e-7
-    with quiet(), written(path) as partial:
+    with quiet(), written_whole(path) as new:
         package = convert(trace(network, size, ("logits",)), size, precision, ["logits"])
         package.short_description = (
             "Semantic FPN: an RGB image in 0..255, normalised inside; a score per class and pixel."
         )
-        package.save(str(partial))
-        (partial / "executorch_debug_handle_mapping.json").unlink(missing_ok=True)
+        package.save(str(new))
+        (new / "executorch_debug_handle_mapping.json").unlink(missing_ok=True)
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-111
+# %% ../notebooks/11_dense_prediction.ipynb #cell-130
 @torch.no_grad()
 def verify_semantic_fpn(package: str | Path, model: SemanticFPN, images: UInt8[Tensor, "B 3 H W"]):
     """Check a package against the model it was made from, without Core ML; returns a `carelite.verification.Report`.

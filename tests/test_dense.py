@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from carelite.dense_prediction import (
     for_training,
     predict_dense,
 )
+from carelite.training import save_checkpoint
 from helpers import MODELS, fill_in_place
 
 TINY = {
@@ -93,6 +95,12 @@ def test_what_is_said_about_an_image_does_not_depend_on_others(models):
     together = models["semantic_fpn"](images)
     for image, found in zip(images, together):
         torch.testing.assert_close(models["semantic_fpn"]([image])[0], found)
+    assert predict_dense(models["semantic_fpn"], torch.zeros(3, 1, 1, dtype=torch.uint8))["semantic"].shape == (1, 1)
+
+
+def test_half_precision_answers_in_float32():
+    found = predict_dense(build("retinanet").bfloat16(), torch.zeros(3, 64, 64, dtype=torch.uint8))
+    assert found["boxes"].dtype == found["scores"].dtype == torch.float32
 
 
 @each_head
@@ -136,7 +144,10 @@ def test_stage_norms_and_levels():
     assert [m.shape[1:] for m in maps] == [(56, 8, 12), (112, 4, 6), (220, 2, 3)]
     for m in maps:
         torch.testing.assert_close(m.mean((0, 2, 3)), torch.zeros(m.shape[1]), atol=1e-4, rtol=0)
-    maps = build("retinanet").backbone(x)
+    model = build("retinanet")
+    for part in (model.head.classification_head, model.head.regression_head):  # of the usual size, behind a norm
+        assert all(conv[0].weight.std().item() == pytest.approx((2 / (9 * 32)) ** 0.5, rel=0.05) for conv in part.conv)
+    maps = model.backbone(x)
     assert [tuple(m.shape[-2:]) for m in maps.values()] == [(8, 12), (4, 6), (2, 3), (1, 2), (1, 1)]
     maps = build("mask_rcnn").backbone(x)
     assert [tuple(m.shape[-2:]) for m in maps.values()] == [(16, 24), (8, 12), (4, 6), (2, 3), (1, 2)]
@@ -144,12 +155,13 @@ def test_stage_norms_and_levels():
 
 def test_a_classifier_checkpoint_is_loaded_or_refused(tmp_path):
     classifier = fill_in_place(carelite.create_model("cas_vit_xs", num_classes=5))
-    path = tmp_path / "classifier.pth"
-    torch.save(classifier.state_dict(), path)
-    x = torch.randn(1, 3, 64, 64)
-    maps = StageMaps("cas_vit_xs", checkpoint=path).eval()(x)
-    for found, wanted in zip(maps, classifier.forward_intermediates(x, intermediates_only=True)):
-        torch.testing.assert_close(found.contiguous(), wanted, atol=1e-4, rtol=1e-4)
+    path = tmp_path / "classifier.safetensors"
+    save_checkpoint(classifier, path, name="cas_vit_xs", classes=list("abcde"), image_size=64)
+    for head in HEADS:
+        model = build(head, checkpoint=path)
+        loaded = (model.maps if head == "semantic_fpn" else model.backbone.maps).backbone.state_dict()
+        assert len(loaded) > 200 and any(key.startswith("stages.3") for key in loaded)
+        torch.testing.assert_close(loaded, {key: classifier.state_dict()[key] for key in loaded})
     with pytest.raises(ValueError, match="missing stages.0.blocks.2"):
         build("semantic_fpn", "cas_vit_s", checkpoint=path)
 
@@ -161,6 +173,21 @@ def test_heads_refuse():
         build("mask_rcnn", anchor_sizes=(8, 16))
     with pytest.raises(ValueError, match="targets"):
         build("semantic_fpn").train()(batch((64, 64))[0])
+    with pytest.raises(ValueError, match="255"):
+        dense.SemanticFPN(StageMaps("cas_vit_xs"), 256)
+
+
+@each_head
+def test_classes_of_model_and_data_must_agree(head, models, monkeypatch):
+    evaluate = dense.evaluate_segmentation if head == "semantic_fpn" else dense.evaluate_detection
+    train = partial(dense.train_dense, schedule=dense.SCHEDULES["shapes"])
+    for use in (evaluate, train):
+        with pytest.raises(ValueError, match="no images"):
+            use(models[head], ShapesDataset(0))
+    monkeypatch.setattr(ShapesDataset, "classes", ("background", "disc", "square"))
+    for use in (evaluate, train):
+        with pytest.raises(ValueError, match="the model has 4 classes, the data set 3"):
+            use(models[head], ShapesDataset(2, 64))
 
 
 # --- data ---
@@ -217,6 +244,7 @@ def coco(tmp_path):
         (10, 90, [90, 5, 10, 10], [square(90, 5, 10)], 0),  # beside the image
         (30, 90, [50, 70, 20, 20], [square(50, 70, 20), [1, 2]], 0),  # reaches out of the image
         (40, 7, [70, 50, 10, 10], [square(70, 50, 10)], 0),
+        (99, 7, [70, 50, 10, 10], [square(70, 50, 10)], 0),  # of an image that is not listed
     ]
     keys = "image_id", "category_id", "bbox", "segmentation", "iscrowd"
     annotations = [dict(zip(keys, row), id=i, area=row[2][2] * row[2][3]) for i, row in enumerate(rows, 1)]
@@ -236,7 +264,7 @@ def test_coco_file_with_everything_real_ones_have(coco):
     dataset = CocoDataset(*coco())
     assert dataset.classes == ("background", "train", "toothbrush") and dataset.category_ids == (7, 90)
     expected = {"crowd": 1, "without polygon": 2, "without area": 2, "without objects": 1, "turned": 2}
-    assert dict(dataset.counts) == expected and len(dataset) == 4
+    assert dict(dataset.counts) == expected | {"without image": 1} and len(dataset) == 4
     _, first = dataset[0]
     assert first["labels"].tolist() == [1, 2] and first["iscrowd"].tolist() == [0, 1] and first["image_id"] == 10
     assert first["masks"][0].sum() == 64 and first["masks"][0, 20:28, 10:18].all() and first["masks"][1].all()
@@ -261,7 +289,7 @@ def test_an_image_that_stands_on_its_head_is_turned(tmp_path):
 
 
 def test_coco_boxes_alone_need_no_polygons(coco):
-    dataset = CocoDataset(*coco(), masks=False)
+    dataset = CocoDataset(*coco(lambda c: c["annotations"][0].update(segmentation="none")), masks=False)
     assert dataset.counts["without polygon"] == 0 and "masks" not in dataset[0][1]
     assert len(dataset[0][1]["labels"]) == 4
 
@@ -269,7 +297,17 @@ def test_coco_boxes_alone_need_no_polygons(coco):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda c: c["annotations"][0].update(category_id=3), "instances.json: annotation 1 .* category 3"),
+        (lambda c: c["annotations"][0].update(category_id=3), "instances.json: annotation 1 .*category 3"),
+        (lambda c: c["annotations"][0].pop("bbox"), "instances.json: annotation 1 .*bbox"),
+        (lambda c: c["annotations"][0].update(bbox=[1, 2, 3]), "annotation 1 "),
+        (lambda c: c["annotations"][0].update(bbox=["1", 2, 3, 4]), "annotation 1 "),
+        (lambda c: c["annotations"][0].update(segmentation=square(10, 20, 8)), "annotation 1 "),  # not in a list
+        (lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "annotation 1 "),
+        (lambda c: c["annotations"][1]["segmentation"].update(size=[60, 81]), r"annotation 2 .*\[60, 81\]"),
+        (lambda c: c["annotations"][0].pop("image_id"), "not in COCO's format.*image_id"),
+        (lambda c: c["images"][0].pop("height"), "image 10 .*height"),
+        (lambda c: c["images"][1].update(id=10), "an id occurs twice"),
+        (lambda c: c["categories"][0].pop("name"), "instances.json .*name"),
         (lambda c: c["images"][1].update(width=81), "2.png does not have the 60 x 81 pixels"),
         (lambda c: c["images"][0].update(file_name="none.png"), "none.png cannot be read"),
         (lambda c: c.pop("categories"), "not in COCO's format"),
@@ -304,11 +342,30 @@ def test_ade20k_folders(ade):
     Image.fromarray(np.ones((40, 51), np.uint8)).save(ade / "annotations/validation/b.png")
     with pytest.raises(ValueError, match="b.jpg has 40 x 50 pixels, its annotation 40 x 51"):
         dataset[1]
+    Image.fromarray(np.ones((40, 50, 3), np.uint8)).save(ade / "annotations/validation/b.png")
+    with pytest.raises(ValueError, match="b.png .* mode RGB"):
+        dataset[1]
+    (ade / "annotations/validation/b.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="b.png"):
+        dataset[1]
+    (ade / "images/validation/._c.jpg").write_bytes(b"left by a file manager")
+    assert len(ADE20KDataset(ade, "validation")) == 2
+    with pytest.raises(ValueError, match="255"):
+        ADE20KDataset(ade, "validation", num_classes=256)
     (ade / "annotations/validation/b.png").unlink()
     with pytest.raises(FileNotFoundError, match="b.png"):
         ADE20KDataset(ade, "validation")
     with pytest.raises(FileNotFoundError, match="training"):
         ADE20KDataset(ade)
+
+
+def test_targets_of_other_types_become_what_models_take():
+    image, target = ShapesDataset(1, 64, seed=2)[0]
+    wanted = for_training(image, target)[1]
+    del target["iscrowd"], wanted["iscrowd"]
+    for key, dtype in dict(boxes=torch.float64, labels=torch.int32, semantic=torch.uint8).items():
+        target[key] = target[key].to(dtype)
+    torch.testing.assert_close(for_training(image, target)[1], wanted, atol=0, rtol=0)
 
 
 def test_resizing_invents_no_label(ade):
@@ -355,8 +412,6 @@ def test_segmentation_figures_equal_loops_over_pixels(models):
         union = int(counts[k].sum() + counts[:, k].sum() - counts[k, k])
         ious += [int(counts[k, k]) / union] if union else []
     assert figures["miou"] == pytest.approx(sum(ious) / len(ious))
-    with pytest.raises(ValueError, match="no images"):
-        dense.evaluate_segmentation(model, ShapesDataset(0))
 
 
 def shaky(dataset):
@@ -443,30 +498,31 @@ def test_schedules_are_the_papers():
 
 def test_training_learns_and_reports():
     model, lines = build("semantic_fpn"), []
-    schedule = DenseSchedule(30, 4, 2e-3, 0.05, 5, "cosine")
+    schedule = DenseSchedule(20, 4, 2e-3, 0.05, 5, "cosine")
     result = dense.train_dense(model, ShapesDataset(16, 64), schedule, log=lines.append)
-    assert lines == result and [line["step"] for line in lines] == [10, 20, 30] and not model.training
-    assert lines[2]["cross_entropy"] < 0.8 * lines[0]["cross_entropy"]
+    assert lines == result and [line["step"] for line in lines] == [10, 20] and not model.training
+    assert lines[1]["cross_entropy"] < 0.8 * lines[0]["cross_entropy"]
 
 
 def test_an_interrupted_training_goes_on_exactly(tmp_path):
-    schedule, state = DenseSchedule(12, 2, 1e-3, 0.05, 1, "poly"), tmp_path / "run.state"
+    schedule, state = DenseSchedule(11, 2, 1e-3, 0.05, 1, "poly"), tmp_path / "run.state"
 
     def stop(line):
-        if line["step"] == 12:
+        if line["step"] == 11:
             raise KeyboardInterrupt
 
-    whole, stopped = build("retinanet"), build("retinanet")
+    whole, stopped = build("semantic_fpn"), build("semantic_fpn")  # with dropout
     lines = dense.train_dense(whole, ShapesDataset(8, 64), schedule, log=lambda line: None)
     with pytest.raises(KeyboardInterrupt):
         dense.train_dense(stopped, ShapesDataset(8, 64), schedule, state=state, log=stop)
-    resumed, log = build("retinanet"), []
+    resumed, log = build("semantic_fpn"), []
     found = dense.train_dense(resumed, ShapesDataset(8, 64), schedule, state=state, log=log.append)
-    assert [line["step"] for line in log] == [12]
+    assert [line["step"] for line in log] == [11]
     assert [line | {"seconds": 0} for line in found] == [line | {"seconds": 0} for line in lines]
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), atol=0, rtol=0)
-    with pytest.raises(ValueError, match="another|schedule"):
-        dense.train_dense(resumed, ShapesDataset(8, 64), replace(schedule, steps=30), state=state)
+    for other in (dict(schedule=replace(schedule, steps=30)), dict(schedule=schedule, seed=1)):
+        with pytest.raises(ValueError, match="another training"):
+            dense.train_dense(resumed, ShapesDataset(8, 64), state=state, **other)
 
 
 def test_a_loss_that_is_not_finite_stops_the_training():
@@ -480,18 +536,17 @@ def test_a_loss_that_is_not_finite_stops_the_training():
 
 def test_a_run_is_stored_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setitem(dense.SMALL, "semantic_fpn", TINY["semantic_fpn"])
-    arguments = dict(held_out=3, shown=2, weights=tmp_path / "weights.safetensors")
-    path = dense.run_shapes("semantic_fpn", "cas_vit_xs", 2, tmp_path, **arguments)
+    arguments = dict(held_out=3, shown=2)
+    path = dense.run_shapes("semantic_fpn", "cas_vit_xs", 1, tmp_path, **arguments)
     stored = json.loads(path.read_text())
-    assert len(stored["predictions"]) == 2 and len(stored["predictions"][0]) == 4 and stored["log"][-1]["step"] == 2
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, "weights.safetensors"}
+    assert len(stored["predictions"]) == 2 and len(stored["predictions"][0]) == 4 and stored["log"][-1]["step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
     monkeypatch.setattr(dense.json, "dumps", lambda _: 1 / 0)
     before = path.read_bytes()
     with pytest.raises(ZeroDivisionError):
-        dense.run_shapes("semantic_fpn", "cas_vit_xs", 2, tmp_path, **arguments)
+        dense.run_shapes("semantic_fpn", "cas_vit_xs", 1, tmp_path, **arguments)
     assert path.read_bytes() == before
-    left = {path.name, path.with_suffix(".state").name, "weights.safetensors"}
-    assert {p.name for p in tmp_path.iterdir()} == left
+    assert set(tmp_path.iterdir()) == {path, path.with_suffix(".state")}
     with pytest.raises(ValueError, match="unknown"):
         dense.run_shapes("yolo", "care_s0", 2, tmp_path)
 
