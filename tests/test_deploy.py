@@ -104,7 +104,7 @@ class TwiceReadingMlp(Mlp):
 
 class Doubling(nn.Conv2d):
     def forward(self, x):
-        return 2 * super().forward(x) + 1
+        return 2 * super().forward(x + 1) + 1
 
 
 def local_of_strange_parts(dim: int) -> nn.Sequential:
