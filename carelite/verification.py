@@ -806,7 +806,7 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
         report.departure = first and f"{first}, by {relative[first]:.1e} of its largest value"
     return wanted
 
-# %% ../notebooks/14_verification.ipynb #cell-102a
+# %% ../notebooks/14_verification.ipynb #cell-103
 def note_kind(package: Path, program: Program, report: Report):
     """Write to `report` what kind of package it is: precision, compression, size, image size, operations."""
     half = any(constant.dtype == torch.float16 for constant in program.constants().values())
@@ -817,7 +817,7 @@ def note_kind(package: Path, program: Program, report: Report):
         palette = "lut" in next(iter(program.compressed.values()))
         report.compression = "palettize6" if palette else "int8"
 
-# %% ../notebooks/14_verification.ipynb #cell-103
+# %% ../notebooks/14_verification.ipynb #cell-104
 def verify(
     package: str | Path,
     model: nn.Module,
