@@ -280,9 +280,8 @@ def export_coreml(
     logits (None: logits alone, or features of a model without classes); `mean` and `std` on the scale 0..1, by default
     those of `model.pretrained_cfg`, which go inside the program; `precision` of weights and arithmetic, "float16" or
     "float32"; `compress`, how weights are stored: None (as they are), "palettize6" or "int8"; `pyramid`, for outputs
-    stage1 to stage4 instead; `source`, where the weights come from, for the metadata.
-    Raises before any slow work TypeError or ValueError for a request that cannot be met, ImportError without
-    coremltools. The package is written whole or not at all.
+    stage1 to stage4 instead; `source` of the weights, for the metadata. The package is written whole or not at all.
+    Raises TypeError or ValueError for what cannot be met, ImportError without coremltools, before any slow work.
     """
     options = dict(image_size=image_size, classes=classes, mean=mean, std=std, pyramid=pyramid, source=source)
     request = check_request(model, path, ".mlpackage", **options)

@@ -7,7 +7,7 @@ __all__ = ['MARKER', 'STORED', 'FLOATS', 'TENSORS', 'PLAIN', 'OPERATIONS', 'TOLE
            'StoredProgram', 'Program', 'load_program', 'rounded_to_half', 'bits', 'package_names', 'Report',
            'report_lines', 'nearest_storable', 'compare_constant', 'compare_constants', 'compare_classes',
            'compare_outputs', 'compare_labels', 'Recorder', 'compare_computed', 'departures', 'predict_with_coreml',
-           'compare_coreml', 'compare', 'verify']
+           'compare_coreml', 'compare', 'note_kind', 'verify']
 
 # %% ../notebooks/14_verification.ipynb #cell-005
 import copy
@@ -807,6 +807,17 @@ def compare(program: Program, model: nn.Module, images: Tensor, mean, std, repor
     return wanted
 
 # %% ../notebooks/14_verification.ipynb #cell-103
+def note_kind(package: Path, program: Program, report: Report):
+    """Write to `report` what kind of package it is: precision, compression, size, image size, operations."""
+    half = any(constant.dtype == torch.float16 for constant in program.constants().values())
+    report.precision, report.operations = "float16" if half else "float32", len(program.steps)
+    report.image_size = program.image_size
+    report.size = sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
+    if program.compressed:
+        palette = "lut" in next(iter(program.compressed.values()))
+        report.compression = "palettize6" if palette else "int8"
+
+# %% ../notebooks/14_verification.ipynb #cell-104
 def verify(
     package: str | Path,
     model: nn.Module,
@@ -836,13 +847,7 @@ def verify(
         program = load_program(package)
         images = real_images(program.image_size) if images is None else images
         report.images = len(images)
-        half = any(constant.dtype == torch.float16 for constant in program.constants().values())
-        report.precision, report.operations = "float16" if half else "float32", len(program.steps)
-        report.image_size = program.image_size
-        report.size = sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
-        if program.compressed:
-            palette = "lut" in next(iter(program.compressed.values()))
-            report.compression = "palettize6" if palette else "int8"
+        note_kind(package, program, report)
         if classes is not None:
             compare_labels(program.labels, classes, report)
         wanted = compare(program, model, images, mean, std, report)
