@@ -5,7 +5,7 @@ __all__ = ['ATTENTIONS', 'HeadedMixer', 'Softmax', 'EfficientAttention', 'orthog
            'pseudo_inverse', 'NystromAttention', 'focused', 'FocusedLinearAttention', 'AgentAttention', 'rotary_angles',
            'rotate', 'MLLAMixer', 'attention_parts']
 
-# %% ../notebooks/16_attention_family.ipynb #0c810c33
+# %% ../notebooks/16_attention_family.ipynb #cell-005
 from collections.abc import Callable
 
 import torch
@@ -18,7 +18,7 @@ from .asymmetric_decoupling import Strips, depthwise
 from .linear_attention import LinearAttention, linear_attention
 from .self_attention import softmax_attention
 
-# %% ../notebooks/16_attention_family.ipynb #b3fc5981
+# %% ../notebooks/16_attention_family.ipynb #cell-008
 class HeadedMixer(nn.Module):
     """What most of the family share: 1×1 convolution → q, k, v → `attend`, plus `local(v)` → 1×1 convolution.
 
@@ -61,7 +61,7 @@ class HeadedMixer(nn.Module):
         out = out.reshape(x.shape)  # (B, C, H, W)
         return self.proj(out if self.local is None else out + self.local(v))
 
-# %% ../notebooks/16_attention_family.ipynb #ce3769cb
+# %% ../notebooks/16_attention_family.ipynb #cell-010
 class Softmax(HeadedMixer):
     """Softmax attention, o_i = Σ_j softmax(q_i·k_j/√dₕ) v_j. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -71,7 +71,7 @@ class Softmax(HeadedMixer):
     def attend(self, q, k, v):
         return softmax_attention(*(self.heads(x).mT for x in (q, k, v))).mT
 
-# %% ../notebooks/16_attention_family.ipynb #cad5830e
+# %% ../notebooks/16_attention_family.ipynb #cell-018
 class EfficientAttention(HeadedMixer):
     """Efficient attention: softmax of queries over channels, of keys over tokens. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -84,7 +84,7 @@ class EfficientAttention(HeadedMixer):
         q, k = q.softmax(dim=-2), k.softmax(dim=-1)
         return (v @ k.transpose(-2, -1)) @ q  # (B, heads, head_dim, N)
 
-# %% ../notebooks/16_attention_family.ipynb #72cf7fa7
+# %% ../notebooks/16_attention_family.ipynb #cell-021
 def orthogonal_features(num_features: int, dim: int) -> Float[Tensor, "m d"]:
     """Random directions ω, (num_features, dim): each row is N(0, I), the rows of each block of `dim` are orthogonal.
 
@@ -96,7 +96,7 @@ def orthogonal_features(num_features: int, dim: int) -> Float[Tensor, "m d"]:
     lengths = torch.randn(blocks, dim, dim).norm(dim=-1, keepdim=True)
     return (basis * lengths).flatten(0, 1)[:num_features]
 
-# %% ../notebooks/16_attention_family.ipynb #6236e82d
+# %% ../notebooks/16_attention_family.ipynb #cell-026
 class Performer(HeadedMixer):
     """FAVOR+: softmax attention's kernel estimated by positive random features. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -117,12 +117,12 @@ class Performer(HeadedMixer):
         q = features @ q + k.logsumexp(dim=-1, keepdim=True)  # what the softmax of k divides by
         return (v @ k.softmax(dim=-1).transpose(-2, -1)) @ q.softmax(dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #6c90d2dd
+# %% ../notebooks/16_attention_family.ipynb #cell-031
 def pooled(x: Float[Tensor, "B C H W"], grid: int) -> Float[Tensor, "B C H2 W2"]:
     """Means over at most grid × grid windows that cover the map; a side shorter than `grid` stays as it is."""
     return F.adaptive_avg_pool2d(x, [min(grid, side) for side in x.shape[-2:]])
 
-# %% ../notebooks/16_attention_family.ipynb #61405e0b
+# %% ../notebooks/16_attention_family.ipynb #cell-034
 def pseudo_inverse(matrix: Float[Tensor, "*batch L L"], iterations: int = 6) -> Float[Tensor, "*batch L L"]:
     """The Moore–Penrose pseudo-inverse of each matrix without negative entries, by products alone, of third order.
 
@@ -136,7 +136,7 @@ def pseudo_inverse(matrix: Float[Tensor, "*batch L L"], iterations: int = 6) -> 
         z = (13 * z - z @ (15 * mz - mz @ (7 * mz - mz @ mz))) / 4
     return z
 
-# %% ../notebooks/16_attention_family.ipynb #0f6ae644
+# %% ../notebooks/16_attention_family.ipynb #cell-037
 class NystromAttention(HeadedMixer):
     """Nyströmformer: softmax attention through landmarks. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -161,7 +161,7 @@ class NystromAttention(HeadedMixer):
         values = (v @ last.transpose(-2, -1)) @ pseudo_inverse(middle, self.iterations).transpose(-2, -1)
         return values @ first
 
-# %% ../notebooks/16_attention_family.ipynb #410a4c2e
+# %% ../notebooks/16_attention_family.ipynb #cell-041
 def focused(x: Float[Tensor, "B heads head_dim N"], power: int = 3) -> Float[Tensor, "B heads head_dim N"]:
     """φ_p: ReLU, then every token's channels to the `power`, at the length they had.
 
@@ -172,7 +172,7 @@ def focused(x: Float[Tensor, "B heads head_dim N"], power: int = 3) -> Float[Ten
     x = (x / length.clamp(min=1e-6)).pow(power)  # of length one first, lest a power overflow
     return x / x.norm(dim=-2, keepdim=True).clamp(min=1e-6) * length
 
-# %% ../notebooks/16_attention_family.ipynb #3877a537
+# %% ../notebooks/16_attention_family.ipynb #cell-044
 class FocusedLinearAttention(HeadedMixer):
     """FLatten: linear attention with the focused map, and a depthwise convolution of v. (B, C, H, W) → (B, C, H, W).
 
@@ -187,7 +187,7 @@ class FocusedLinearAttention(HeadedMixer):
         q, k, v = map(self.heads, (q, k, v))
         return linear_attention(focused(q, self.power), focused(k, self.power), v)
 
-# %% ../notebooks/16_attention_family.ipynb #5938105b
+# %% ../notebooks/16_attention_family.ipynb #cell-047
 class AgentAttention(HeadedMixer):
     """Agent attention: a few agents read all tokens, all tokens read the agents. A mixer (B, C, H, W) → (B, C, H, W).
 
@@ -207,7 +207,7 @@ class AgentAttention(HeadedMixer):
         gathered = v @ (agents @ k).softmax(dim=-1).transpose(-2, -1)  # (B, heads, head_dim, n)
         return gathered @ (agents @ q).softmax(dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #138fe677
+# %% ../notebooks/16_attention_family.ipynb #cell-051
 def rotary_angles(pairs: int, height: int, width: int) -> Float[Tensor, "pairs N"]:
     """The angle of each pair of channels at each position: half of them turn with the row, half with the column.
 
@@ -226,7 +226,7 @@ def rotate(
     (a, b), cos, sin = x.chunk(2, dim=-2), angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-2)
 
-# %% ../notebooks/16_attention_family.ipynb #6781e2aa
+# %% ../notebooks/16_attention_family.ipynb #cell-054
 class MLLAMixer(LinearAttention):
     """MLLA's stack: convolution → linear attention with rotary and positional terms → convolution.
 
@@ -259,7 +259,7 @@ class MLLAMixer(LinearAttention):
         q, k = rotate(q, angles), rotate(k, angles)
         return ((v @ k.transpose(-2, -1)) @ q / (normaliser + 1e-6)).reshape(x.shape)
 
-# %% ../notebooks/16_attention_family.ipynb #e818fb69
+# %% ../notebooks/16_attention_family.ipynb #cell-085
 ATTENTIONS = {
     "softmax": Softmax,
     "linear": LinearAttention,

@@ -36,7 +36,7 @@ from carelite.linear_attention import LinearAttention
 from carelite.training import Evaluation
 from helpers import fill_in_place, images
 
-RESULTS = Path(__file__).parents[1] / "notebooks" / "results" / "ablations.jsonl"
+RESULTS = Path(__file__).parents[1] / "carelite" / "results" / "ablations.jsonl"
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 
 

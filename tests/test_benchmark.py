@@ -11,7 +11,7 @@ import carelite
 from carelite.benchmark import PEERS, REPORTED, Settings, prepare_for_inference, ratio, ratio_table, result_table
 
 ROOT = Path(__file__).parents[1]
-STORED = json.loads((ROOT / "notebooks" / "results" / "benchmark.json").read_text())
+STORED = json.loads((ROOT / "carelite" / "results" / "benchmark.json").read_text())
 
 
 def test_the_ratio_is_taken_round_by_round():

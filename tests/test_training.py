@@ -725,7 +725,7 @@ def test_two_classes_of_pictures_are_learnt(tmp_path):
 
 def test_the_readme_quotes_the_stored_results():
     root = Path(__file__).parents[1]
-    report = json.loads((root / "notebooks" / "results" / "fashion_mnist.json").read_text())
+    report = json.loads((root / "carelite" / "results" / "fashion_mnist.json").read_text())
     readme = (root / "README.md").read_text()
     assert set(report["models"]) == set(carelite.list_models()) and report["command"] in readme
     for name, entry in report["models"].items():
