@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -605,3 +606,18 @@ def test_package_of_the_semantic_model(name, precision, shallow_fpn, tmp_path):
 def test_export_refuses_before_slow_work(kwargs, models, tmp_path):
     with pytest.raises(ValueError, match="multiples of 32|float16"):
         dense.export_semantic_fpn(models["semantic_fpn"], tmp_path / "x.mlpackage", **kwargs)
+
+
+def test_the_readme_quotes_the_stored_runs():
+    root = Path(__file__).parents[1]
+    rows = [
+        line for line in (root / "README.md").read_text().splitlines() if line.startswith(("| Mask", "| Ret", "| Sem"))
+    ]
+    assert len(rows) == len(dense.RUNS)
+    for head, name, steps in dense.RUNS:
+        run = json.loads((root / "carelite" / "results" / "dense" / f"{head}_{name}.json").read_text())
+        figures = {"box_map_50": "box mAP@50", "mask_map_50": "mask mAP@50", "miou": "mIoU"}
+        quoted = ", ".join(
+            f"{word} {run['figures'][key]:.3f}" for key, word in figures.items() if key in run["figures"]
+        )
+        assert any(row.endswith(f"| {steps} | {quoted} |") for row in rows), (head, name, quoted)
