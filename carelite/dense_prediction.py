@@ -183,7 +183,7 @@ class StageMaps(nn.Module):
         maps = self.backbone.forward_intermediates(x, len(self.norms), intermediates_only=True)
         return [norm(x) for norm, x in zip(self.norms, maps)]
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-032
+# %% ../notebooks/11_dense_prediction.ipynb #cell-033
 class Pyramid(nn.Module):
     """An encoder under a feature pyramid: image (B, 3, H, W) to a dictionary of maps with `width` channels each.
 
@@ -199,7 +199,7 @@ class Pyramid(nn.Module):
     def forward(self, x: Float[Tensor, "B 3 H W"]) -> dict[str, Tensor]:
         return self.fpn(OrderedDict((str(i), x) for i, x in enumerate(self.maps(x))))
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-037
+# %% ../notebooks/11_dense_prediction.ipynb #cell-038
 ANCHOR_SIZES = (32, 64, 128, 256, 512)  # pixels, one per level of the pyramid, from fine to coarse
 
 
@@ -216,7 +216,7 @@ def anchors(sizes: Sequence[int], octaves: int = 1) -> AnchorGenerator:
     per_level = tuple(tuple(int(s * 2 ** (i / octaves)) for i in range(octaves)) for s in sizes)
     return AnchorGenerator(per_level, ((0.5, 1.0, 2.0),) * 5)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-045
+# %% ../notebooks/11_dense_prediction.ipynb #cell-046
 def mask_rcnn(
     name: str,
     num_classes: int,
@@ -252,7 +252,7 @@ def mask_rcnn(
     model.num_classes = num_classes
     return model
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-052
+# %% ../notebooks/11_dense_prediction.ipynb #cell-053
 def retinanet(
     name: str,
     num_classes: int,
@@ -289,16 +289,16 @@ def retinanet(
     model.num_classes = num_classes
     return model
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-055
+# %% ../notebooks/11_dense_prediction.ipynb #cell-056
 def padded(images: Sequence[Tensor], value: int = 0) -> Tensor:
     """Maps (…, H, W) of any sizes as one batch: `value` fills the right and below, to multiples of 32, 64 at least."""
     height, width = (max(64, -(-max(x.shape[side] for x in images) // 32) * 32) for side in (-2, -1))
     return torch.stack([F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2]), value=value) for x in images])
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-056
+# %% ../notebooks/11_dense_prediction.ipynb #cell-057
 IGNORE = 255  # the label of pixels that no loss and no metric looks at
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-057
+# %% ../notebooks/11_dense_prediction.ipynb #cell-058
 class SemanticFPN(nn.Module):
     """Semantic FPN, called as torchvision's detectors are: with a list of images (3, H, W) in 0..1, of any sizes.
 
@@ -338,7 +338,7 @@ class SemanticFPN(nn.Module):
         loss = F.cross_entropy(self.logits(padded(images)), semantic, ignore_index=IGNORE, reduction="sum")
         return dict(cross_entropy=loss / (semantic != IGNORE).sum().clamp(min=1))
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-058
+# %% ../notebooks/11_dense_prediction.ipynb #cell-059
 def semantic_fpn(
     name: str,
     num_classes: int,
@@ -353,7 +353,7 @@ def semantic_fpn(
         StageMaps(name, checkpoint=checkpoint, norms=norms, drop_path_rate=drop_path_rate), num_classes, width
     )
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-065
+# %% ../notebooks/11_dense_prediction.ipynb #cell-066
 def check_classes(model: nn.Module, dataset: Dataset):
     """Raises ValueError for a data set without images, or with another number of classes than the model."""
     if not len(dataset):
@@ -362,7 +362,7 @@ def check_classes(model: nn.Module, dataset: Dataset):
     if ours and theirs and ours != len(theirs):
         raise ValueError(f"the model has {ours} classes, the data set {len(theirs)}: give num_classes={len(theirs)}.")
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-066
+# %% ../notebooks/11_dense_prediction.ipynb #cell-067
 def intersection_over_union(confusion: Int64[Tensor, "K K"]) -> Float[Tensor, " K"]:
     """Per class, pixels of the class that were found over pixels that are of the class or were called so.
 
@@ -389,7 +389,7 @@ def evaluate_segmentation(model: nn.Module, dataset: Dataset) -> tuple[dict[str,
     miou = intersection_over_union(confusion).nanmean()
     return dict(miou=miou.item(), pixel_accuracy=accuracy.item()), confusion
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-072
+# %% ../notebooks/11_dense_prediction.ipynb #cell-073
 @torch.no_grad()
 def predict_dense(model: nn.Module, image: UInt8[Tensor, "3 H W"]) -> dict[str, Tensor]:
     """What `model` says about one image, on the CPU: `semantic` (H, W), or for N objects, the surest first,
@@ -409,7 +409,7 @@ def predict_dense(model: nn.Module, image: UInt8[Tensor, "3 H W"]) -> dict[str, 
         result["masks"] = result["masks"][:, 0] > 0.5
     return {key: value.cpu().float() if value.is_floating_point() else value.cpu() for key, value in result.items()}
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-074
+# %% ../notebooks/11_dense_prediction.ipynb #cell-075
 def run_lengths(masks: Bool[Tensor, "N H W"]) -> list[dict]:
     """Masks in COCO's run-length code, as it stands in its JSON files."""
     columns = np.asfortranarray(masks.permute(1, 2, 0).byte().numpy())
@@ -432,7 +432,7 @@ def coco_objects(objects: dict, image_id: int, category_ids: Sequence[int]) -> l
         row["segmentation"] = code
     return rows
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-075
+# %% ../notebooks/11_dense_prediction.ipynb #cell-076
 def coco_ground_truth(dataset: Dataset) -> dict:
     """The objects of a data set as the contents of a COCO annotation file."""
     images, annotations = [], []
@@ -444,7 +444,7 @@ def coco_ground_truth(dataset: Dataset) -> dict:
     categories = [dict(id=i, name=name) for i, name in zip(dataset.category_ids, dataset.classes[1:])]
     return dict(images=images, annotations=annotations, categories=categories)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-076
+# %% ../notebooks/11_dense_prediction.ipynb #cell-077
 def evaluate_detection(model: nn.Module, dataset: Dataset) -> tuple[dict[str, float], list[dict]]:
     """COCO's average precision of a detector, and its objects as the contents of a COCO results file.
 
@@ -475,7 +475,7 @@ def evaluate_detection(model: nn.Module, dataset: Dataset) -> tuple[dict[str, fl
     names = ("map", "map_50", "map_75")
     return {f"{name}_{n}": float(values[prefix + n]) for prefix, name in prefixes.items() for n in names}, rows
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-079
+# %% ../notebooks/11_dense_prediction.ipynb #cell-080
 @dataclass(frozen=True)
 class DenseSchedule:
     """How long and how fast a model is trained, by AdamW.
@@ -498,13 +498,13 @@ class DenseSchedule:
 
 
 SCHEDULES = {
-    # 12 epochs of COCO's 117,266 training images with objects; rates fall after epochs 8 and 11
+    # 12 epochs of 117,266 images, COCO's with objects (the 1,021 without add 1 %); rates fall after epochs 8 and 11
     "coco_1x": DenseSchedule(12 * 7330, 16, 2e-4, 1e-4, 500, "multistep", (8 * 7330, 11 * 7330)),
     "ade20k_40k": DenseSchedule(40_000, 16, 2e-4, 1e-4, 0, "poly"),
     "shapes": DenseSchedule(300, 8, 1.5e-3, 0.05, 50, "cosine"),  # the runs of this notebook, from random weights
 }
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-080
+# %% ../notebooks/11_dense_prediction.ipynb #cell-081
 def create_dense_schedule(optimizer: torch.optim.Optimizer, schedule: DenseSchedule):
     """timm's scheduler for a `DenseSchedule`; call `step_update(t)` after step t."""
     return create_scheduler_v2(
@@ -519,7 +519,7 @@ def create_dense_schedule(optimizer: torch.optim.Optimizer, schedule: DenseSched
         updates_per_epoch=1,
     )[0]
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-083
+# %% ../notebooks/11_dense_prediction.ipynb #cell-084
 def for_training(image: UInt8[Tensor, "3 H W"], target: dict) -> tuple[Float[Tensor, "3 H W"], dict]:
     """An element of a data set as a model takes it in training: 0..1, plain tensors, no crowds, no empty boxes."""
     target = {key: v.as_subclass(Tensor) for key, v in target.items() if isinstance(v, Tensor)}
@@ -543,7 +543,7 @@ def dense_batches(
 ) -> Iterator[tuple]:
     """The batches of a training behind the first `done`, in an order that `seed` decides, read by `workers`.
 
-    `random_state`, if given, is torch's from now on. (To begin with the batches draws a number.)
+    `random_state`, if given, is torch's from now on: set after the start of the loader, which draws a random number.
     """
     random = torch.Generator().manual_seed(seed)
     order = list(RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random))
@@ -553,7 +553,7 @@ def dense_batches(
         torch.set_rng_state(random_state)
     return batches
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-085
+# %% ../notebooks/11_dense_prediction.ipynb #cell-086
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict, lines: list[dict]):
     """Write what `restore` needs to go on with a training; `run` is what it must not differ in."""
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
@@ -576,7 +576,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run:
     optimizer.load_state_dict(state["optimizer"])
     return state
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-086
+# %% ../notebooks/11_dense_prediction.ipynb #cell-087
 def dense_step(model: nn.Module, images: Sequence[Tensor], targets: Sequence[dict], optimizer, step: int) -> dict:
     """One step of a training, the `step`-th; returns the value of each loss. Raises as `train_dense` does."""
     device = next(model.parameters()).device
@@ -590,7 +590,7 @@ def dense_step(model: nn.Module, images: Sequence[Tensor], targets: Sequence[dic
     optimizer.step()
     return values
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-087
+# %% ../notebooks/11_dense_prediction.ipynb #cell-088
 def train_dense(
     model: nn.Module,
     dataset: Dataset,
@@ -606,7 +606,8 @@ def train_dense(
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
     once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
     images; `state`, a file written with every line: where it exists, the training goes on from it, on the CPU as if it
-    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes`, `restore`
+    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes` and
+    `restore` do.
     """
     check_classes(model, dataset)
     torch.manual_seed(seed)
@@ -708,7 +709,7 @@ def run_shapes(
     path.with_suffix(".state").unlink()
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-113
+# %% ../notebooks/11_dense_prediction.ipynb #cell-116
 def open_as_annotated(path: Path, size: tuple[int, int]) -> Image.Image:
     """The image at `path` as RGB, turned so that it has the `size` (height, width) of its annotation.
 
@@ -723,7 +724,7 @@ def open_as_annotated(path: Path, size: tuple[int, int]) -> Image.Image:
         raise ValueError(f"{path} has {image.height} x {image.width} pixels, its annotation {size[0]} x {size[1]}.")
     return image
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-114
+# %% ../notebooks/11_dense_prediction.ipynb #cell-117
 def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str | None, bool]:
     """What keeps the image at `path` from being used, from its header alone, and whether an EXIF tag turns it."""
     try:
@@ -736,7 +737,7 @@ def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str 
         return f"{path} does not have the {size[0]} x {size[1]} pixels of its annotation", turned
     return None, turned
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-115
+# %% ../notebooks/11_dense_prediction.ipynb #cell-118
 @contextmanager
 def naming(what: str) -> Iterator[None]:
     """Whatever goes wrong inside is raised again as a ValueError that says in which part of the data."""
@@ -757,7 +758,7 @@ def read_coco(path: Path):
             raise ValueError("an id occurs twice")
     return coco
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-116
+# %% ../notebooks/11_dense_prediction.ipynb #cell-119
 def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: bool) -> tuple[dict | None, str]:
     """An annotation of the image `info` with its box cut at the image's border, and the kind that it counts as.
 
@@ -782,7 +783,7 @@ def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: boo
     annotation = annotation | dict(corners=(x1, y1, x2, y2), segmentation=parts)
     return annotation, "crowd" if annotation.get("iscrowd") else ""
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-117
+# %% ../notebooks/11_dense_prediction.ipynb #cell-120
 def coco_target(coco, info: dict, objects: list[dict], category_ids: Sequence[int], masks: bool) -> dict:
     """What is true about the image `info`, from its `usable` annotations, as in `ShapesDataset` without `semantic`."""
     size = info["height"], info["width"]
@@ -797,7 +798,7 @@ def coco_target(coco, info: dict, objects: list[dict], category_ids: Sequence[in
         size,
     )
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-118
+# %% ../notebooks/11_dense_prediction.ipynb #cell-121
 class CocoDataset(Dataset):
     """The images and objects of a file in COCO's JSON format; elements as in `ShapesDataset`, without `semantic`.
 
@@ -851,7 +852,7 @@ class CocoDataset(Dataset):
         target = coco_target(self.coco, info, objects, self.category_ids, self.masks)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-122
+# %% ../notebooks/11_dense_prediction.ipynb #cell-125
 class ADE20KDataset(Dataset):
     """Images and label maps in the folders of ADE20K's scene parsing challenge: images/SPLIT and annotations/SPLIT.
 
@@ -892,7 +893,7 @@ class ADE20KDataset(Dataset):
         target = dict(semantic=tv_tensors.Mask(torch.where(semantic > 0, semantic - 1, IGNORE)), image_id=index)
         return (image, target) if self.transform is None else self.transform(tv_tensors.Image(image), target)
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-127
+# %% ../notebooks/11_dense_prediction.ipynb #cell-130
 class ExportedGroupNorm(nn.LayerNorm):
     """What a GroupNorm computes, (B, C, H, W) → (B, C, H, W), in operations that Core ML has: a LayerNorm over each
     group's numbers, then scale and shift as a depthwise 1×1 convolution."""
@@ -918,7 +919,7 @@ class Sum(nn.Module):
             total = total + x
         return total
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-128
+# %% ../notebooks/11_dense_prediction.ipynb #cell-131
 class FusedSemanticFPN(nn.Module):
     """What a package of a Semantic FPN computes: an image (1, 3, H, W) in 0..255 to logits (1, K, H, W)."""
 
@@ -950,7 +951,7 @@ class FusedSemanticFPN(nn.Module):
             maps.append(x)
         return F.interpolate(self.head(self.decoder(maps)), scale_factor=4.0, mode="bilinear")
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-129
+# %% ../notebooks/11_dense_prediction.ipynb #cell-132
 def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, precision: str = "float16") -> Path:
     """Write a Core ML package that takes an RGB image as it is and puts out logits (1, K, H, W); returns its path.
 
@@ -977,7 +978,7 @@ def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, pre
         (new / "executorch_debug_handle_mapping.json").unlink(missing_ok=True)
     return path
 
-# %% ../notebooks/11_dense_prediction.ipynb #cell-130
+# %% ../notebooks/11_dense_prediction.ipynb #cell-133
 @torch.no_grad()
 def verify_semantic_fpn(package: str | Path, model: SemanticFPN, images: UInt8[Tensor, "B 3 H W"]):
     """Check a package against the model it was made from, without Core ML; returns a `carelite.verification.Report`.
