@@ -604,10 +604,9 @@ def train_dense(
     """Train any of the three models in place and leave it in eval mode; returns a line per 10 steps.
 
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
-    once. Arguments: `seed` of the order of the images and of what the model draws; `workers`, processes that read
-    images; `state`, a file written with every line: where it exists, the training goes on from it, on the CPU as if it
-    had never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes` and
-    `restore` do.
+    once. Arguments: `seed` of the images' order and of what the model draws; `workers`, processes that read images;
+    `state`, a file written with every line: where it exists, training goes on from it, on the CPU as if it had never
+    stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes` and `restore` do.
     """
     check_classes(model, dataset)
     torch.manual_seed(seed)

@@ -193,7 +193,7 @@ def test_checkpoints(run, tmp_path):
 
 
 def test_a_checkpoint_builds_the_model_it_was_saved_from_or_is_refused(tmp_path):
-    from carelite.attention_family import SoftmaxAttention, attention_parts
+    from carelite.attention_family import Softmax, attention_parts
 
     path, notes = tmp_path / "model.safetensors", dict(classes=("a", "b"), image_size=32)
     images = torch.rand(2, 3, 64, 64)
@@ -206,7 +206,7 @@ def test_a_checkpoint_builds_the_model_it_was_saved_from_or_is_refused(tmp_path)
         again, meta = load_checkpoint(path)
         assert (meta.global_pool, meta.attention) == (model.global_pool.pool_type, attention)
         assert torch.equal(again(images[:, :channels]), model(images[:, :channels]))
-    own = carelite.create_model("care_s0", num_classes=2, **attention_parts("care_s0", partial(SoftmaxAttention)))
+    own = carelite.create_model("care_s0", num_classes=2, **attention_parts("care_s0", partial(Softmax)))
     for model, name in ((own, "care_s0"), (mixed, "cas_vit_xs"), (bare, "care_s1"), (shallow(2), "cas_vit_xs")):
         with pytest.raises(ValueError, match=f"not what create_model builds as {name}"):
             save_checkpoint(model, tmp_path / "none.safetensors", name=name, **notes)
