@@ -6,10 +6,10 @@ __all__ = ['SHAPES', 'ANCHOR_SIZES', 'IGNORE', 'SCHEDULES', 'HEADS', 'SMALL', 'R
            'anchors', 'mask_rcnn', 'retinanet', 'padded', 'SemanticFPN', 'semantic_fpn', 'check_classes',
            'intersection_over_union', 'evaluate_segmentation', 'predict_dense', 'run_lengths', 'coco_objects',
            'coco_ground_truth', 'evaluate_detection', 'DenseSchedule', 'create_dense_schedule', 'for_training',
-           'collate', 'dense_batches', 'save_state', 'restore', 'dense_step', 'train_dense', 'strengths', 'judged',
-           'run_shapes', 'open_as_annotated', 'header_faults', 'naming', 'read_coco', 'usable', 'coco_target',
-           'CocoDataset', 'ADE20KDataset', 'ExportedGroupNorm', 'Sum', 'FusedSemanticFPN', 'export_semantic_fpn',
-           'verify_semantic_fpn']
+           'collate', 'SeededElements', 'dense_batches', 'save_state', 'restore', 'dense_step', 'train_dense',
+           'strengths', 'judged', 'run_shapes', 'open_as_annotated', 'header_faults', 'naming', 'read_coco',
+           'run_counts', 'usable', 'coco_target', 'CocoDataset', 'ADE20KDataset', 'ExportedGroupNorm', 'Sum',
+           'FusedSemanticFPN', 'export_semantic_fpn', 'verify_semantic_fpn']
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-005
 import copy
@@ -47,8 +47,8 @@ from torchvision.ops.feature_pyramid_network import ExtraFPNBlock, LastLevelMaxP
 from torchvision.transforms.v2 import functional as VF
 
 from .backbone import create_model
-from .data import image_files, open_image
-from .training import TrainConfig, create_optimizer, write_text
+from .data import image_files, open_image, seeded
+from .training import TrainConfig, create_optimizer, first_line, write_text, written_whole
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-009
 def import_dense(module: str) -> ModuleType:
@@ -203,8 +203,15 @@ class Pyramid(nn.Module):
 ANCHOR_SIZES = (32, 64, 128, 256, 512)  # pixels, one per level of the pyramid, from fine to coarse
 
 
-def detector_options(maps: StageMaps, min_size: int, max_size: int) -> dict:
-    """What both detectors ask for: the size images are brought to, and the backbone's mean and std."""
+def detector_options(maps: StageMaps, num_classes: int, min_size: int, max_size: int) -> dict:
+    """What both detectors ask for: the size images are brought to, and the backbone's mean and std.
+
+    Raises ValueError for fewer than two classes, and for a `min_size` that exceeds `max_size`.
+    """
+    if num_classes < 2:
+        raise ValueError(f"num_classes={num_classes}: a detector has 2 or more, the background among them.")
+    if not 1 <= min_size <= max_size:
+        raise ValueError(f"min_size={min_size} must be 1 to max_size={max_size}.")
     cfg = maps.backbone.pretrained_cfg
     return dict(min_size=min_size, max_size=max_size, image_mean=list(cfg["mean"]), image_std=list(cfg["std"]))
 
@@ -241,7 +248,7 @@ def mask_rcnn(
     maps = StageMaps(name, checkpoint=checkpoint, norms=norms, drop_path_rate=drop_path_rate)
     model = MaskRCNN(
         Pyramid(maps, width, LastLevelMaxPool()),
-        **detector_options(maps, min_size, max_size),
+        **detector_options(maps, num_classes, min_size, max_size),
         rpn_anchor_generator=anchors(anchor_sizes),
         box_batch_size_per_image=box_samples,
         box_head=TwoMLPHead(width * 7 * 7, 4 * width),
@@ -272,7 +279,10 @@ def retinanet(
     two more, a third of an octave apart; `head_norms`, whether the heads have GroupNorm (the papers' have none, but
     learn from pretrained backbones: from random weights the norms are needed). Source: Lin et al. 2017, focal loss.
     """
+    if width < 8 or width % 8:
+        raise ValueError(f"width={width} must be a multiple of 8.")
     maps = StageMaps(name, checkpoint=checkpoint, norms=norms, first=1, drop_path_rate=drop_path_rate)
+    options = detector_options(maps, num_classes, min_size, max_size)
     generator = anchors(anchor_sizes, octaves=3)
     norm = partial(nn.GroupNorm, width // 8) if head_norms else None
     head = RetinaNetHead(width, generator.num_anchors_per_location()[0], num_classes, norm_layer=norm)
@@ -282,7 +292,7 @@ def retinanet(
     model = RetinaNet(
         Pyramid(maps, width, LastLevelP6P7(maps.channels[-1], width)),
         num_classes,
-        **detector_options(maps, min_size, max_size),
+        **options,
         anchor_generator=generator,
         head=head,
     )
@@ -305,7 +315,8 @@ class SemanticFPN(nn.Module):
     In training it takes targets with `semantic` (H, W) too and returns {"cross_entropy": loss}, a mean over the pixels
     that are not `IGNORE`; in eval mode a dictionary per image with `semantic`, the classes (H, W). Each image is then
     run alone, since the padding beside a larger one would reach the backbone's global mixers.
-    Arguments: `maps`; `num_classes`; `width`, channels of the pyramid (its branches have half as many, at least 32).
+    Arguments: `maps`; `num_classes`; `width`, channels of the pyramid, a multiple of 64 or up to 64 (its
+    branches have half as many, at least 32, in 32 groups).
     Source: Kirillov et al. 2019; the decoder is that of segmentation-models-pytorch.
     """
 
@@ -313,6 +324,8 @@ class SemanticFPN(nn.Module):
         super().__init__()
         if not 1 <= num_classes <= IGNORE:
             raise ValueError(f"num_classes={num_classes}: 1 to {IGNORE} are possible, as {IGNORE} means ignored.")
+        if width < 1 or width > 64 and width % 64:
+            raise ValueError(f"width={width} must be a multiple of 64, or a number up to 64.")
         smp = import_dense("segmentation_models_pytorch.decoders.fpn.decoder")
         branch = max(32, width // 2)
         self.maps, self.num_classes = maps, num_classes
@@ -495,6 +508,9 @@ class DenseSchedule:
     def __post_init__(self):
         if self.decay not in ("multistep", "poly", "cosine"):
             raise ValueError(f"decay={self.decay!r} is unknown: choose 'multistep', 'poly' or 'cosine'.")
+        if min(self.steps, self.batch_size) < 1 or not 0 <= self.warmup_steps <= self.steps:
+            wrong = f"steps={self.steps}, batch_size={self.batch_size}, warmup_steps={self.warmup_steps}"
+            raise ValueError(f"{wrong}: there must be 1 or more steps and images, and 0 to `steps` of warm-up.")
 
 
 SCHEDULES = {
@@ -538,6 +554,18 @@ def collate(batch: Sequence[tuple]) -> tuple[tuple[Tensor, ...], tuple[dict, ...
     return images, targets
 
 
+class SeededElements(Dataset):
+    """The elements of `dataset`, asked for by (position, index); what a transform draws follows from (seed, position)
+    alone, in whichever worker."""
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, dict]:
+        with seeded(self.seed, key[0]):
+            return self.dataset[key[1]]
+
+
 def dense_batches(
     dataset: Dataset, schedule: DenseSchedule, seed: int = 0, workers: int = 0, done: int = 0, random_state=None
 ) -> Iterator[tuple]:
@@ -546,9 +574,9 @@ def dense_batches(
     `random_state`, if given, is torch's from now on: set after the start of the loader, which draws a random number.
     """
     random = torch.Generator().manual_seed(seed)
-    order = list(RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random))
-    order = order[done * schedule.batch_size :]
-    batches = iter(DataLoader(dataset, schedule.batch_size, sampler=order, collate_fn=collate, num_workers=workers))
+    order = RandomSampler(dataset, num_samples=schedule.steps * schedule.batch_size, generator=random)
+    keys, elements = list(enumerate(order))[done * schedule.batch_size :], SeededElements(dataset, seed)
+    batches = iter(DataLoader(elements, schedule.batch_size, sampler=keys, collate_fn=collate, num_workers=workers))
     if random_state is not None:
         torch.set_rng_state(random_state)
     return batches
@@ -557,24 +585,29 @@ def dense_batches(
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict, lines: list[dict]):
     """Write what `restore` needs to go on with a training; `run` is what it must not differ in."""
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), random=torch.get_rng_state())
-    partial = path.with_name(f"{path.name}.partial")
-    torch.save(state | dict(run=run, lines=lines), partial)
-    partial.replace(path)
+    with written_whole(path) as new:
+        torch.save(state | dict(run=run, lines=lines), new)
 
 
 def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict) -> dict:
     """Put model and optimizer where the training in `path` was; returns its `lines` and `random` state, {} for no file.
 
-    Raises ValueError where `run` was another.
+    Makes the file's folder. Raises ValueError where `run` or the model was another, or the file is damaged.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return {}
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["run"] != run:
-        raise ValueError(f"{path} is the state of another training, {state['run']}: remove it, or go on with that one.")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["run"] != run:
+            raise ValueError(f"it is the state of another training, {state['run']}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return {key: state[key] for key in ("lines", "random")}
+    except Exception as error:  # each kind of damage has an error of its own
+        raise ValueError(
+            f"{path} is damaged, or of another model or training ({first_line(error)}). Remove it to begin anew."
+        ) from error
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-087
 def dense_step(model: nn.Module, images: Sequence[Tensor], targets: Sequence[dict], optimizer, step: int) -> dict:
@@ -604,9 +637,9 @@ def train_dense(
     """Train any of the three models in place and leave it in eval mode; returns a line per 10 steps.
 
     A line has the `step`, `seconds` of training so far, and the mean of each loss over these steps; `log` gets it at
-    once. Arguments: `seed` of the images' order and of what the model draws; `workers`, processes that read images;
-    `state`, a file written with every line: where it exists, training goes on from it, on the CPU as if it had never
-    stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes` and `restore` do.
+    once. Arguments: `seed` of the images' order and of what transforms and model draw; `workers`, processes that read
+    images; `state`, a file written with every line: where it exists, training goes on from it, on the CPU as if it had
+    never stopped. Raises FloatingPointError for a loss that is not finite, ValueError as `check_classes`, `restore` do.
     """
     check_classes(model, dataset)
     torch.manual_seed(seed)
@@ -694,10 +727,10 @@ def run_shapes(
     if head not in HEADS:
         raise ValueError(f"head={head!r} is unknown: choose {', '.join(HEADS)}.")
     torch.manual_seed(0)
-    schedule = replace(SCHEDULES["shapes"], steps=steps)
+    shapes = SCHEDULES["shapes"]
+    schedule = replace(shapes, steps=steps, warmup_steps=min(steps, shapes.warmup_steps))
     train, val = ShapesDataset(schedule.steps * schedule.batch_size), ShapesDataset(held_out, seed=1)
     model, path = HEADS[head](name, len(train.classes), **SMALL[head]), Path(folder, f"{head}_{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = train_dense(model, train, schedule, state=path.with_suffix(".state"))
     begin = time.perf_counter()
     found = judged(model, val, shown)
@@ -728,13 +761,12 @@ def header_faults(path: Path, size: tuple[int, int] | None = None) -> tuple[str 
     """What keeps the image at `path` from being used, from its header alone, and whether an EXIF tag turns it."""
     try:
         with Image.open(path) as file:
-            turned = file.getexif().get(0x0112, 1) != 1
-            sides = {file.height, file.width}
+            orientation, sides = file.getexif().get(0x0112, 1), (file.height, file.width)
     except Exception as error:  # Pillow's decoders raise errors of many kinds
         return f"{path} cannot be read as an image: {error}", False
-    if size is not None and sides != set(size):
-        return f"{path} does not have the {size[0]} x {size[1]} pixels of its annotation", turned
-    return None, turned
+    possible = (None, sides, sides[::-1]) if orientation in (5, 6, 7, 8) else (None, sides)  # on its side, or not
+    fault = f"{path} does not have the {size[0]} x {size[1]} pixels of its annotation" if size not in possible else None
+    return fault, orientation != 1
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-118
 @contextmanager
@@ -757,17 +789,39 @@ def read_coco(path: Path):
             raise ValueError("an id occurs twice")
     return coco
 
+
+def run_counts(code: str) -> list[int]:
+    """The lengths of the runs in COCO's compressed string: 5 bits a character and one that says whether more follow;
+    from the fourth on, what they differ by from the last but one. Source: pycocotools' maskApi.c."""
+    counts, number, bits = [], 0, 0
+    for character in code:
+        value = ord(character) - 48
+        number |= (value & 31) << bits
+        bits += 5
+        if not value & 32:
+            number -= (value & 16) << (bits - 4)  # the sign
+            counts.append(number + (counts[-2] if len(counts) > 2 else 0))
+            number = bits = 0
+    return counts
+
 # %% ../notebooks/11_dense_prediction.ipynb #cell-119
 def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: bool) -> tuple[dict | None, str]:
     """An annotation of the image `info` with its box cut at the image's border, and the kind that it counts as.
 
     The kind is "crowd", "without area", "without polygon" or, for most, nothing. An object without area is not used,
     nor is one without a polygon of three points or more where `masks` are wanted: then the first result is None.
-    Raises ValueError for an unknown category, and for a mask or polygon that is none.
+    `area` and `iscrowd` may be missing. Raises ValueError for an unknown category, what is no number, and a mask or
+    polygon that is none.
     """
     if annotation["category_id"] not in category_ids:
         raise ValueError(f"category {annotation['category_id']} is unknown")
     x, y, width, height = annotation["bbox"]
+    area, crowd = annotation.get("area"), annotation.get("iscrowd")
+    area = width * height if area is None else area
+    if not all(isinstance(n, int | float) and math.isfinite(n) for n in (x, y, width, height, area)):
+        raise ValueError(f"its bbox {annotation['bbox']} and area {area!r} must be finite numbers")
+    if crowd not in (None, 0, 1):
+        raise ValueError(f"its iscrowd is {crowd!r}, neither 0 nor 1")
     x1, y1, x2, y2 = max(x, 0), max(y, 0), min(x + width, info["width"]), min(y + height, info["height"])
     if not (x2 > x1 and y2 > y1):
         return None, "without area"
@@ -775,12 +829,19 @@ def usable(annotation: dict, info: dict, category_ids: Sequence[int], masks: boo
     if masks and isinstance(parts, dict):  # run-length encoded
         if list(parts["size"]) != [info["height"], info["width"]]:
             raise ValueError(f"its mask has {parts['size']} pixels, its image {info['height']} x {info['width']}")
+        counts = run_counts(parts["counts"]) if isinstance(parts["counts"], str) else parts["counts"]
+        whole = all(isinstance(n, int | float) and n >= 0 and n % 1 == 0 for n in counts)
+        if not whole or sum(counts) != info["height"] * info["width"]:
+            raise ValueError("its mask's counts are not whole numbers, 0 or more, that add up to its pixels")
+        parts = import_dense("pycocotools.mask").frPyObjects(dict(parts, counts=counts), *parts["size"])
     elif masks:
         parts = [np.asarray(part, float).reshape(-1, 2).ravel().tolist() for part in parts or () if len(part) >= 6]
         if not parts:
             return None, "without polygon"
-    annotation = annotation | dict(corners=(x1, y1, x2, y2), segmentation=parts)
-    return annotation, "crowd" if annotation.get("iscrowd") else ""
+        if not all(math.isfinite(n) for part in parts for n in part):
+            raise ValueError("its polygons must be of finite numbers")
+    found = dict(corners=(x1, y1, x2, y2), segmentation=parts, area=area, iscrowd=int(crowd or 0))
+    return annotation | found, "crowd" if crowd else ""
 
 # %% ../notebooks/11_dense_prediction.ipynb #cell-120
 def coco_target(coco, info: dict, objects: list[dict], category_ids: Sequence[int], masks: bool) -> dict:
@@ -791,8 +852,8 @@ def coco_target(coco, info: dict, objects: list[dict], category_ids: Sequence[in
         torch.tensor([a["corners"] for a in objects], dtype=torch.float32),
         torch.tensor([category_ids.index(a["category_id"]) + 1 for a in objects], dtype=torch.int64),
         (torch.stack(drawn) if drawn else torch.zeros(0, *size, dtype=torch.uint8)) if masks else None,
-        torch.tensor([a.get("iscrowd", 0) for a in objects], dtype=torch.int64),
-        torch.tensor([a.get("area", a["bbox"][2] * a["bbox"][3]) for a in objects], dtype=torch.float32),
+        torch.tensor([a["iscrowd"] for a in objects], dtype=torch.int64),
+        torch.tensor([a["area"] for a in objects], dtype=torch.float32),
         info["id"],
         size,
     )
@@ -958,13 +1019,14 @@ def export_semantic_fpn(model: SemanticFPN, path: str | Path, *, image_size, pre
     multiples of 32, 64 at least; `precision`, "float16" or "float32", of weights and arithmetic.
     Raises ValueError for another size, suffix or precision, before any slow work.
     """
-    path, size = Path(path), (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    path, size = Path(path), tuple(image_size) if np.ndim(image_size) else (image_size, image_size)
     if len(size) != 2 or min(size) < 64 or any(side % 32 for side in size):
         raise ValueError(f"image_size={image_size}: a package takes one size, of multiples of 32 pixels, 64 at least.")
     if path.suffix != ".mlpackage" or precision not in ("float16", "float32"):
         raise ValueError(f"{path.name!r} must end in .mlpackage and {precision!r} be 'float16' or 'float32'.")
     from carelite.export import convert, quiet, trace, written_whole  # notebook 13, which comes later
 
+    size = tuple(map(int, size))
     network = FusedSemanticFPN(model)
     if precision == "float16":
         network = network.half().float()  # rounded here: the converter would turn what underflows into ±1e-7
@@ -983,19 +1045,20 @@ def verify_semantic_fpn(package: str | Path, model: SemanticFPN, images: UInt8[T
     """Check a package against the model it was made from, without Core ML; returns a `carelite.verification.Report`.
 
     Compared are the constants, bit for bit, the logits at every pixel, and the share of pixels with the same class.
+    Raises ValueError without images.
     """
     from carelite import verification as check  # notebook 14, which comes later
 
+    if images.dtype != torch.uint8 or images.dim() != 4 or not len(images):
+        raise ValueError(f"images must be bytes (B, 3, H, W), one or more, got {images.dtype} {tuple(images.shape)}.")
     package, network = Path(package), FusedSemanticFPN(model)
     report = check.Report(package.name, images=len(images))
     model = copy.deepcopy(model).cpu().float().eval()
     try:
         program = check.load_program(package)
-        half = any(constant.dtype == torch.float16 for constant in program.constants().values())
-        report.precision, report.operations = "float16" if half else "float32", len(program.steps)
-        report.image_size = program.image_size
+        check.note_kind(package, program, report)
         check.compare_constants(program, network, report)
-        network = check.rounded_to_half(network) if half else network
+        network = check.rounded_to_half(network) if report.precision == "float16" else network
         wanted = torch.cat([model.logits(((x / 255 - model.mean) / model.std)[None]) for x in images])
         reference = torch.cat([network(x[None].float()) for x in images])
         check.compare_outputs(program, images, {"logits": wanted}, {"logits": reference}, report)

@@ -174,8 +174,18 @@ def test_heads_refuse():
         build("mask_rcnn", anchor_sizes=(8, 16))
     with pytest.raises(ValueError, match="targets"):
         build("semantic_fpn").train()(batch((64, 64))[0])
+    maps = StageMaps("cas_vit_xs")
     with pytest.raises(ValueError, match="255"):
-        dense.SemanticFPN(StageMaps("cas_vit_xs"), 256)
+        dense.SemanticFPN(maps, 256)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        dense.SemanticFPN(maps, 4, 100)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        build("retinanet", width=36)
+    for sizes in (dict(min_size=200), dict(max_size=63)):
+        with pytest.raises(ValueError, match="min_size="):
+            build("mask_rcnn", **sizes)
+    with pytest.raises(ValueError, match="2 or more"):
+        dense.detector_options(maps, 1, 64, 128)
 
 
 @each_head
@@ -295,9 +305,32 @@ def test_coco_boxes_alone_need_no_polygons(coco):
     assert len(dataset[0][1]["labels"]) == 4
 
 
+def test_coco_compressed_masks_and_what_may_be_missing(coco):
+    mask = torch.rand(1, 60, 80, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, :, 40:] = True
+    (code,) = dense.run_lengths(mask)
+    _, target = CocoDataset(
+        *coco(lambda c: c["annotations"][1].update(segmentation=code, iscrowd=None, area=None, bbox=[0, 0, 80, 50]))
+    )[0]
+    assert torch.equal(target["masks"][1].bool(), mask[0])
+    assert target["iscrowd"].tolist() == [0, 0] and target["area"].tolist() == [64, 4000]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
+        *[
+            (
+                lambda c, counts=counts: c["annotations"][1]["segmentation"].update(counts=counts),
+                "annotation 2 .*counts",
+            )
+            for counts in ([100, 50], [-1, 4801], [0, 4801], [0.5, 4799.5], ["0", 4800], [], "", "0", "PP")
+        ],
+        (lambda c: c["annotations"][0].update(iscrowd="1"), "annotation 1 .*iscrowd"),
+        (lambda c: c["annotations"][0].update(area="900"), "annotation 1 .*area '900'"),
+        (lambda c: c["annotations"][0].update(bbox=[1, 2, 3, float("nan")]), "annotation 1 .*finite"),
+        (lambda c: c["annotations"][0].update(segmentation=[[1, 2, 3, 4, 5, float("nan")]]), "annotation 1 .*finite"),
+        (lambda c: c["images"][1].update(width=60, height=80), "2.png does not have the 80 x 60 pixels"),
         (lambda c: c["annotations"][0].update(category_id=3), "instances.json: annotation 1 .*category 3"),
         (lambda c: c["annotations"][0].pop("bbox"), "instances.json: annotation 1 .*bbox"),
         (lambda c: c["annotations"][0].update(bbox=[1, 2, 3]), "annotation 1 "),
@@ -493,8 +526,9 @@ def test_schedules_are_the_papers():
     at = rates(ade)
     for step in (1, 10_000, 39_000):
         assert at(step) == pytest.approx(2e-4 * (1 - step / 40_000) ** 0.9)
-    with pytest.raises(ValueError, match="decay"):
-        replace(ade, decay="linear")
+    for wrong in (dict(decay="linear"), dict(steps=0), dict(batch_size=0), dict(warmup_steps=-1), dict(steps=9)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            replace(coco, **wrong)
 
 
 def test_training_learns_and_reports():
@@ -506,7 +540,7 @@ def test_training_learns_and_reports():
 
 
 def test_an_interrupted_training_goes_on_exactly(tmp_path):
-    schedule, state = DenseSchedule(11, 2, 1e-3, 0.05, 1, "poly"), tmp_path / "run.state"
+    schedule, state = DenseSchedule(11, 2, 1e-3, 0.05, 1, "poly"), tmp_path / "new" / "run.state"
 
     def stop(line):
         if line["step"] == 11:
@@ -524,6 +558,22 @@ def test_an_interrupted_training_goes_on_exactly(tmp_path):
     for other in (dict(schedule=replace(schedule, steps=30)), dict(schedule=schedule, seed=1)):
         with pytest.raises(ValueError, match="another training"):
             dense.train_dense(resumed, ShapesDataset(8, 64), state=state, **other)
+    resumed.extra, content = nn.Identity(), state.read_bytes()
+    resumed.extra.register_buffer("more", torch.zeros(1))  # another model
+    for damaged in (content, content[:-1000], b""):
+        state.write_bytes(damaged)
+        with pytest.raises(ValueError, match="run.state is damaged, or of another model"):
+            dense.train_dense(resumed, ShapesDataset(8, 64), schedule, state=state)
+    assert list(state.parent.iterdir()) == [state]
+
+
+def test_what_a_transform_draws_follows_from_seed_and_position():
+    dataset, schedule = ShapesDataset(8, 64, transform=v2.ColorJitter(0.9)), DenseSchedule(3, 2, 1e-3, 0.05, 0, "poly")
+    whole = list(dense.dense_batches(dataset, schedule))
+    torch.manual_seed(7)
+    for workers in (0, 1):
+        rest = list(dense.dense_batches(dataset, schedule, workers=workers, done=1))
+        torch.testing.assert_close(rest, whole[1:], atol=0, rtol=0)
 
 
 def test_a_loss_that_is_not_finite_stops_the_training():
@@ -598,11 +648,16 @@ def test_package_of_the_semantic_model(name, precision, shallow_fpn, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["fpn.mlpackage"]
     report = dense.verify_semantic_fpn(path, model, images)
     assert report.ok and report.precision == precision and report.agreement > 0.99, str(report)
+    assert report.size == sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    with pytest.raises(ValueError, match="one or more"):
+        dense.verify_semantic_fpn(path, model, images[:0])
     model.head.weight.data[1] *= 1.01
     assert not dense.verify_semantic_fpn(path, model, images).ok
 
 
-@pytest.mark.parametrize("kwargs", [dict(image_size=60), dict(image_size=64, precision="int8"), dict(image_size=(64,))])
+@pytest.mark.parametrize(
+    "kwargs", [dict(image_size=np.int64(60)), dict(image_size=64, precision="int8"), dict(image_size=(64,))]
+)
 def test_export_refuses_before_slow_work(kwargs, models, tmp_path):
     with pytest.raises(ValueError, match="multiples of 32|float16"):
         dense.export_semantic_fpn(models["semantic_fpn"], tmp_path / "x.mlpackage", **kwargs)
