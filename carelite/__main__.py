@@ -23,8 +23,12 @@ def configuration(args: argparse.Namespace):
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.preset == "finetune" and not given.get("init"):
         raise ValueError("the preset finetune starts from a checkpoint: name it with --init.")
-    if 0 < (epochs := given.get("epochs", base.epochs)) < base.warmup_epochs:  # a shorter run, a shorter warm-up
+    if base.warmup_epochs and 0 < (epochs := given.get("epochs", 0)) < base.epochs:  # a shorter run, a shorter warm-up
         given.setdefault("warmup_epochs", max(1, round(base.warmup_epochs * epochs / base.epochs)))
+    if base.max_size and "image_size" in given and not {"min_size", "max_size"} & given.keys():  # drawn around it
+        for name in ("min_size", "max_size"):
+            part = round(getattr(base, name) * given["image_size"] / base.image_size / 32)
+            given[name] = 32 * max(1, part)
     return dataclasses.replace(base, **given)
 
 
@@ -43,7 +47,7 @@ def splits_of(config):
 
 def train(args: argparse.Namespace) -> Path:
     """Train a model into --output, or go on with the run in --resume; returns the path of the weights."""
-    from carelite.training import check_place, train
+    from carelite.training import check_place, read_log, train
 
     resume = getattr(args, "resume", None)
     if resume and args.output:
@@ -53,7 +57,7 @@ def train(args: argparse.Namespace) -> Path:
     check_place(config, folder)
     train(config, splits_of(config), folder, resume=bool(resume))
     if int(os.environ.get("RANK", 0)) == 0:
-        last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+        last = read_log(folder)[-1]
         print(
             f"{config.model}: {last['seconds']:.0f} s of training, {last['val_accuracy']:.2%} of {last['val_images']} "
             f"held-out images right, mean loss {last['val_loss']:.3f}; {folder / 'model.safetensors'}"
@@ -94,7 +98,9 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def same_data(one: str, other: str) -> bool:
     """Whether two values of `data` name the same images: the same word, or the same folder."""
-    (kind, _, path), (other_kind, _, other_path) = one.partition(":"), other.partition(":")
+    from carelite.data import kind_and_path
+
+    (kind, path), (other_kind, other_path) = kind_and_path(one), kind_and_path(other)
     return kind == other_kind and Path(path).resolve() == Path(other_path).resolve()
 
 
@@ -134,14 +140,25 @@ def compare(args: argparse.Namespace) -> None:
     import timm
     import torch
 
-    from carelite.training import FREE, TrainConfig, check_place, is_finished, load_checkpoint, train, write_text
+    from carelite.training import (
+        FREE,
+        TrainConfig,
+        check_place,
+        is_finished,
+        is_of,
+        load_checkpoint,
+        read_log,
+        train,
+        write_text,
+    )
 
     config, path = configuration(args), Path(args.results)
     if path.is_dir():
         raise ValueError(f"--results {path} is a folder: name a file in it.")
+    output, names = Path(args.output or "runs/compare"), args.models or carelite.list_models()
+    for name in names:
+        check_place(config, output / name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    output = Path(args.output or "runs/compare")
-    check_place(config, output)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(TrainConfig)}
     own = ("model", *FREE)  # what does not belong to the recipe
     flags = [f"--{n.replace('_', '-')} {value}" for n, value in given.items() if value is not None and n not in own]
@@ -157,17 +174,18 @@ def compare(args: argparse.Namespace) -> None:
             raise ValueError(f"{path} holds results of another recipe: name another file with --results.")
     report["versions"] = dict(torch=torch.__version__, timm=timm.__version__, python=platform.python_version())
     splits = splits_of(config)
-    for name in args.models or carelite.list_models():
+    if not all(is_of(entry["log"], splits) for entry in report["models"].values()):
+        raise ValueError(f"{path} holds results on other images: name another file with --results.")
+    for name in names:
         folder, own_config = output / name, dataclasses.replace(config, model=name)
         if name in report["models"]:
             continue
-        if not is_finished(folder, own_config):
+        if not is_finished(folder, own_config, splits):
             resume = (folder / "state.pt").is_file()  # an interrupted comparison goes on
             train(own_config, splits, folder, resume=resume)
         model, _ = load_checkpoint(folder / "model.safetensors")
-        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         parameters = sum(p.numel() for p in model.parameters())
-        report["models"][name] = dict(parameters=parameters, log=log)
+        report["models"][name] = dict(parameters=parameters, log=read_log(folder))
         write_text(path, json.dumps(report, indent=1) + "\n")
     for name, entry in report["models"].items():
         last = entry["log"][-1]
@@ -183,7 +201,7 @@ def bench_training(args: argparse.Namespace) -> None:
     from carelite.training import measure_training
 
     if not args.config:  # a recipe for photographs; batches that one process can hold
-        args.preset, args.batch_size = args.preset or "care", args.batch_size or 32
+        args.preset, args.batch_size = args.preset or "care", 32 if args.batch_size is None else args.batch_size
         args.workers = 1 if args.workers is None else args.workers
     config = configuration(args)
     print(f"{config.model}, {config.image_size} x {config.image_size}, batches of {config.batch_size}, "

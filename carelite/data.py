@@ -2,11 +2,11 @@
 
 # %% auto #0
 __all__ = ['SYSTEM_FOLDERS', 'IMAGE_SUFFIXES', 'ImageSplits', 'load_digits_splits', 'normalise', 'to_rgb', 'open_image', 'fit',
-           'load_image', 'is_clutter', 'image_files', 'class_folders', 'split_sides', 'reading_fault',
-           'without_unreadable', 'class_faults', 'report_faults', 'hold_out', 'ImageFiles', 'FittedImages', 'labelled',
-           'folder_in', 'load_folder_splits', 'load_test_images', 'read_idx', 'load_fashion_mnist_splits',
-           'load_splits', 'as_pillow', 'keep_a_bit', 'posterize', 'training_transform', 'seeded', 'AugmentedImages',
-           'EpochSampler']
+           'load_image', 'is_clutter', 'image_files', 'subfolders', 'class_folders', 'have_images', 'split_sides',
+           'reading_fault', 'without_unreadable', 'class_faults', 'report_faults', 'hold_out', 'ImageFiles',
+           'FittedImages', 'labelled', 'kind_and_path', 'folder_in', 'load_folder_splits', 'load_test_images',
+           'read_idx', 'load_fashion_mnist_splits', 'lies_among', 'load_splits', 'as_pillow', 'keep_a_bit', 'posterize',
+           'training_transform', 'seeded', 'AugmentedImages', 'EpochSampler']
 
 # %% ../notebooks/08_data.ipynb #cell-005
 import gzip
@@ -157,12 +157,17 @@ def image_files(folder: str | Path) -> list[Path]:
     return files
 
 
+def subfolders(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, in order, without hidden and system folders."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_clutter(entry.name))
+
+
 def class_folders(folder: Path) -> dict[str, list[Path]]:
     """The image files of each class, one folder for each, by the classes' names in order.
 
     Raises ValueError where `folder` has no folders, or one whose name is no text in UTF-8.
     """
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not is_clutter(entry.name))
+    names = subfolders(folder)
     if not names:
         raise ValueError(f"{folder} has no folders of images, one for each class.")
     if strange := [ascii(name) for name in names if re.search("[\ud800-\udfff]", name)]:
@@ -170,14 +175,20 @@ def class_folders(folder: Path) -> dict[str, list[Path]]:
     return {name: image_files(folder / name) for name in names}
 
 # %% ../notebooks/08_data.ipynb #cell-070
+def have_images(folders: Sequence[Path]) -> bool:
+    """Whether an image file lies directly in one of `folders`."""
+    files = (entry for folder in folders for entry in folder.iterdir())
+    return any(file.suffix.lower() in IMAGE_SUFFIXES and not is_clutter(file.name) for file in files)
+
+
 def split_sides(path: Path) -> list[Path]:
     """The folders train and val in `path`, in capitals or not, if it is laid out so; none if it has a folder per class.
 
     They are sides if they hold folders. A folder train with nothing but images is a class of that name.
-    Raises ValueError where one side is there without the other, or one of them twice.
+    Raises ValueError where one side is there without the other, or one of them twice, or sides have other names.
     """
     folders = [entry for entry in sorted(path.iterdir()) if entry.name.lower() in ("train", "val") and entry.is_dir()]
-    sides = [f for f in folders if any(e.is_dir() and not is_clutter(e.name) for e in f.iterdir())]
+    sides = [folder for folder in folders if subfolders(folder)]
     if len(sides) == 2 and len({side.name.lower() for side in sides}) == 2:
         return sorted(sides, key=lambda side: side.name.lower())
     if sides:
@@ -185,6 +196,14 @@ def split_sides(path: Path) -> list[Path]:
             f"{path} must have the folders train and val, once each, with a folder for each class in them, or "
             f"directly a folder for each class; of these sides it has {', '.join(side.name for side in sides)}."
         )
+    names = subfolders(path)
+    if len(names) > 1 and not have_images([path / name for name in names]):
+        inside = {tuple(subfolders(path / name)) for name in names}
+        if len(inside) == 1 and len(*inside) > 1:
+            raise ValueError(
+                f"the folders of {path}, {', '.join(names[:5])}, hold the same folders and no images: they look like "
+                "the sides of a split. Rename them train and val; if they are classes, put the images directly in them."
+            )
     return []
 
 # %% ../notebooks/08_data.ipynb #cell-073
@@ -282,6 +301,12 @@ def labelled(files: dict[str, list[Path]], classes: Sequence[str]) -> ImageFiles
     return ImageFiles([(file, k) for k, name in enumerate(classes) for file in files.get(name, [])])
 
 # %% ../notebooks/08_data.ipynb #cell-079
+def kind_and_path(data: str) -> tuple[str, str]:
+    """The two parts of KIND:PATH, the path without a ~; it is empty where there is none."""
+    kind, _, path = data.partition(":")
+    return kind, os.path.expanduser(path)
+
+
 def folder_in(path: str | Path) -> Path:
     """`path`, if there is a folder. Raises FileNotFoundError otherwise."""
     if not Path(path).is_dir():
@@ -327,7 +352,7 @@ def load_test_images(
     model's `own` training data, otherwise all. Of other data those held out. A class may lack images.
     Raises ValueError for other classes and, without `skip_faults`, for unreadable files.
     """
-    kind, _, path = data.partition(":")
+    kind, path = kind_and_path(data)
     if kind != "folder" or not path:
         splits = load_splits(data, image_size)
         if splits.classes != tuple(classes):
@@ -389,6 +414,14 @@ def load_fashion_mnist_splits(image_size: int = 32, root: str | Path = "data") -
     return ImageSplits(read("train"), FittedImages(read("t10k"), image_size), tuple(FashionMNIST.classes))
 
 # %% ../notebooks/08_data.ipynb #cell-094
+def lies_among(folder: Path, data: str) -> bool:
+    """Whether `folder` lies in the folder of images that `data` names, where it would count as a class."""
+    kind, path = kind_and_path(data)
+    place, images = folder.resolve(), Path(path).resolve()
+    inside = kind == "folder" and place.is_relative_to(images)
+    return inside and not any(map(is_clutter, place.relative_to(images).parts))
+
+
 def load_splits(
     data: str, image_size: int, *, seed: int = 0, skip_faults: bool = False, train_images: int = 0
 ) -> ImageSplits:
@@ -397,7 +430,7 @@ def load_splits(
     Arguments: `image_size` of the held-out images in pixels; `skip_faults` as in `load_folder_splits`;
     `train_images`, to train on that many only, drawn as `seed` decides (0: all). Raises ValueError for another name.
     """
-    kind, _, path = data.partition(":")
+    kind, path = kind_and_path(data)
     if kind == "digits" and not path:
         splits = load_digits_splits(image_size)
     elif kind == "fashion_mnist":
@@ -419,7 +452,8 @@ def as_pillow(image: Image.Image | Tensor) -> Image.Image:
 # %% ../notebooks/08_data.ipynb #cell-099
 def keep_a_bit(policy) -> None:
     """Let timm's posterizing keep a bit: its highest level keeps none, and that Pillow 13 refuses."""
-    for operation in (op for part in policy.transforms for op in getattr(part, "ops", ())):
+    lists = (ops for part in policy.transforms for ops in (getattr(part, "ops", ()), *getattr(part, "policy", ())))
+    for operation in (op for ops in lists for op in ops):
         if operation.name.startswith("Posterize"):
             operation.aug_fn = posterize
 

@@ -7,9 +7,10 @@ __all__ = ['SHARES', 'FRACTIONS', 'NOT_NEGATIVE', 'IMAGENET', 'PRESETS', 'FREE',
            'load_teacher', 'teach', 'check_teacher', 'Evaluation', 'evaluate', 'CheckpointMeta', 'model_parts',
            'anatomy', 'anatomy_of', 'pool_of', 'is_built_by', 'save_checkpoint', 'read_meta', 'is_finite',
            'load_checkpoint', 'start_model', 'import_extra', 'Run', 'create_accelerator', 'create_run', 'losses',
-           'training_step', 'Progress', 'check_finite', 'images_of', 'save_state', 'read_state', 'check_state',
-           'restore', 'train_epoch', 'end_epoch', 'plot_learning_curve', 'plot_confusion', 'check_place',
-           'is_described', 'is_finished', 'open_run', 'run_epochs', 'train', 'peak_memory', 'measure_training']
+           'training_step', 'Progress', 'check_finite', 'images_of', 'read_log', 'is_of', 'save_state', 'read_state',
+           'check_state', 'restore', 'train_epoch', 'end_epoch', 'plot_learning_curve', 'plot_confusion', 'check_place',
+           'check_model', 'is_described', 'is_finished', 'open_run', 'run_epochs', 'train', 'peak_memory',
+           'measure_training']
 
 # %% ../notebooks/09_training.ipynb #cell-005
 import dataclasses
@@ -47,7 +48,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from .backbone import HEADS, MIN_SIZE, TwoHeads, create_model, default_cfg, list_models
-from .data import AugmentedImages, EpochSampler, ImageSplits, is_clutter, normalise, seeded, training_transform
+from .data import AugmentedImages, EpochSampler, ImageSplits, lies_among, normalise, seeded, training_transform
 
 # %% ../notebooks/09_training.ipynb #cell-020
 SHARES = ("alpha", "flip", "erasing")
@@ -207,7 +208,10 @@ def read_config(path: str | Path) -> TrainConfig:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Gives a temporary name to write to, and moves that file to `path` at the end; after an error it is removed."""
+    """Gives a temporary name to write to, and moves that file to `path` at the end; after an error it is removed.
+
+    Raises OSError, naming `path`, where it cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.touch()
@@ -216,6 +220,8 @@ def written_whole(path: Path) -> Iterator[Path]:
         yield partial
         partial.chmod(mode)
         partial.replace(path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        raise OSError(f"{path} cannot be written ({first_line(error)}).") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -748,6 +754,16 @@ def images_of(splits: ImageSplits) -> str:
     return f"{len(splits.train)} + {len(splits.val)} images {splits.listing}".strip()
 
 
+def read_log(folder: Path) -> list[dict]:
+    """The lines of a run's log.jsonl."""
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def is_of(log: list[dict], splits: ImageSplits) -> bool:
+    """Whether a log is of these images, as far as it says."""
+    return all(line.get("images", images_of(splits)) == images_of(splits) for line in log)
+
+
 def save_state(run: Run, progress: Progress, splits: ImageSplits, path: Path) -> None:
     """Write everything that a resumed run needs to one file, atomically. To be called in all processes.
 
@@ -793,10 +809,11 @@ def read_state(path: Path) -> dict:
 
 # %% ../notebooks/09_training.ipynb #cell-091
 def check_state(state: dict, config: TrainConfig, splits: ImageSplits, processes: int) -> None:
-    """Raise ValueError where a state is of another run, other images or another number of processes."""
+    """Raise ValueError where a state is of another run, other images, wherever they lie, or other processes."""
     here = asdict(config) | dict(classes=list(splits.classes), images=images_of(splits), processes=processes)
     there = asdict(state["config"]) | {key: state[key] for key in ("classes", "images")}
     there |= dict(processes=len(state["totals"]))
+    here["data"], there["data"] = (side["data"].partition(":")[0] for side in (here, there))
     differ = [key for key in here if here[key] != there[key] and key not in FREE]
     other = [f"{key} was {there[key]!r}, now {here[key]!r}" for key in differ]
     if other:
@@ -861,6 +878,7 @@ def end_epoch(run: Run, splits: ImageSplits, loss: float, seconds: float, progre
             f"the held-out loss is {line['val_loss']} after epoch {progress.epoch}: stopped; {KEPT}"
         )
     line |= dict(val_images=len(result.labels), lr=run.optimizer.param_groups[0]["lr"], seconds=round(seconds, 1))
+    line |= dict(images=images_of(splits))
     progress.log.append(line)
     progress.epoch, progress.step, progress.total = progress.epoch + 1, 0, 0.0
 
@@ -892,8 +910,8 @@ def plot_confusion(result: Evaluation, classes: Sequence[str]):
     title = f"{result.accuracy:.1%} of {len(result.labels)} images"
     axes.set(xlabel="predicted class", ylabel="true class", title=title)
     if few:
-        axes.set_xticks(range(len(classes)), classes, rotation=90)
-        axes.set_yticks(range(len(classes)), classes)
+        axes.set_xticks(range(len(classes)), classes, rotation=90, parse_math=False)  # a name may have a $
+        axes.set_yticks(range(len(classes)), classes, parse_math=False)
         for k, j in confusion.nonzero().tolist():
             colour = "white" if shares[k, j] > 0.5 else "black"
             axes.text(j, k, int(confusion[k, j]), ha="center", va="center", color=colour, fontsize=9)
@@ -901,12 +919,23 @@ def plot_confusion(result: Evaluation, classes: Sequence[str]):
 
 # %% ../notebooks/09_training.ipynb #cell-098
 def check_place(config: TrainConfig, folder: Path) -> None:
-    """Raise ValueError where the folder of a run lies among its images and would become a class."""
-    kind, _, path = config.data.partition(":")
-    place, images = folder.resolve(), Path(path).resolve()
-    if kind == "folder" and place.is_relative_to(images):
-        if not any(map(is_clutter, place.relative_to(images).parts)):
-            raise ValueError(f"the run's folder {folder} lies in the folder of images, {path}: choose another output.")
+    """Raise ValueError where the folder of a run lies among its images and would become a class, or holds the
+    checkpoint that the run starts or learns from and would overwrite."""
+    if lies_among(folder, config.data):
+        raise ValueError(f"the run's folder {folder} lies among the images of {config.data}: choose another --output.")
+    weights = folder / "model.safetensors"
+    for field, spec in (("init", config.init), ("teacher", config.teacher)):
+        if weights.resolve() in [Path(name).resolve() for name in (spec, spec.partition("=")[2])]:
+            raise ValueError(f"the run would overwrite its {field}, {weights}: choose another --output.")
+
+
+def check_model(model: nn.Module, classes: int) -> None:
+    """Raise ValueError where a model is none of ours, or not for colour images of so many `classes`."""
+    if not isinstance(model, TwoHeads):
+        raise ValueError(f"the model must have two heads, as those of create_model; got a {type(model).__name__}.")
+    found = model.num_classes, model.stem[0].in_channels
+    if found != (classes, 3):
+        raise ValueError("the model has {} classes and {} channels, the images {} and 3.".format(*found, classes))
 
 
 def is_described(folder: Path, config: TrainConfig) -> bool:
@@ -918,10 +947,11 @@ def is_described(folder: Path, config: TrainConfig) -> bool:
     return dataclasses.replace(found, **{name: getattr(config, name) for name in FREE}) == config
 
 
-def is_finished(folder: Path, config: TrainConfig) -> bool:
-    """Whether `folder` holds a finished run of `config`."""
+def is_finished(folder: Path, config: TrainConfig, splits: ImageSplits) -> bool:
+    """Whether `folder` holds a finished run of `config` on these images."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    return {"model.safetensors", "log.jsonl"} <= names and "state.pt" not in names and is_described(folder, config)
+    whole = {"model.safetensors", "log.jsonl"} <= names and "state.pt" not in names
+    return whole and is_described(folder, config) and is_of(read_log(folder), splits)
 
 # %% ../notebooks/09_training.ipynb #cell-099
 def open_run(
@@ -935,6 +965,8 @@ def open_run(
     """What `train` runs, its batches, and where it stands. What can be refused is refused here, before slow work."""
     check_place(config, state_file.parent)
     accelerator, classes = create_accelerator(config), splits.classes
+    if model is not None:
+        check_model(model, len(classes))
     processes, state = accelerator.num_processes, None
     batches = training_batches(splits, config, accelerator.process_index, processes)
     if resume:
@@ -949,7 +981,8 @@ def open_run(
     torch.manual_seed(config.seed)
     origin = ""
     if model is None:
-        model, origin = start_model(config, classes)
+        start = dataclasses.replace(config, init="") if state else config  # a state has all weights
+        model, origin = start_model(start, classes)
     run = create_run(config, accelerator, model, teacher, len(batches))
     left = len(splits.train) % (config.batch_size * processes)
     drop = f"{left} of {len(splits.train)} images do not fill a step and are left out, others in each epoch."
@@ -1002,9 +1035,10 @@ def train(
     end state.pt, from which `resume` goes on as if nothing had happened. A finished run's files are replaced, by those
     of the first finished epoch.
     Arguments: `model` and `teacher`, to be used instead of those that `config` names; `progress`, a progress bar, by
-    default only on a terminal. Raises ValueError for unfit images or another run's state, FileNotFoundError where
-    there is none, FileExistsError where there is one and `resume` is not asked for, FloatingPointError for a loss
-    that is not finite, ImportError where a package is missing.
+    default only on a terminal. Raises ValueError for unfit images, models or places and another run's state,
+    FileNotFoundError where there is none, FileExistsError where there is one and `resume` is not asked for,
+    FloatingPointError for a loss that is not finite, OSError where a file cannot be written, ImportError where a
+    package is missing.
     """
     import_extra("tqdm"), import_extra("matplotlib.figure")
     folder = Path(folder)

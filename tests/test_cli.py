@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from carelite.__main__ import build_parser, load_for_export, main
+from carelite.__main__ import build_parser, configuration, load_for_export, main
 from helpers import official_state_dict
 
 pytestmark = pytest.mark.unchecked
@@ -69,7 +69,7 @@ def test_evaluate_on_folders(tmp_path, capsys):
     assert "name the images with --data" in refused(capsys, *evaluating)
     main([*evaluating, "--data", f"folder:{images}"])
     assert "of 24 images" in capsys.readouterr().out
-    assert "choose another output" in refused(
+    assert "choose another --output" in refused(
         capsys, "train", "--data", f"folder:{images}", "--output", f"{images}/runs"
     )
 
@@ -90,6 +90,16 @@ def test_a_preset_a_flag_and_a_file(tmp_path, monkeypatch, capsys):
 
     short = config_of("--preset", "care", "--epochs", "5", "--image-size", "32")
     assert (short.epochs, short.warmup_epochs, short.mixup, short.image_size) == (5, 1, 0.8, 32)
+    for flags, values in (
+        ("--preset care --epochs 150", (10, 0, 0)),
+        ("--preset care --epochs 600", (20, 0, 0)),
+        ("--preset finetune --epochs 3 --init x", (0, 0, 0)),
+        ("--preset cas_vit --image-size 32", (20, 32, 32)),
+        ("--preset cas_vit --image-size 64", (20, 32, 96)),
+        ("--preset cas_vit --image-size 64 --max-size 192", (20, 160, 192)),
+    ):
+        config = configuration(build_parser().parse_args(["train", *flags.split()]))
+        assert (config.warmup_epochs, config.min_size, config.max_size) == values, flags
     training.write_config(short, tmp_path / "config.json")
     assert config_of("--config", str(tmp_path / "config.json")) == short
     state = dict(config=dataclasses.asdict(short), progress={}) | dict.fromkeys(
@@ -138,6 +148,12 @@ def test_compare(tmp_path, capsys, monkeypatch):
         assert json.loads((tmp_path / "results.json").read_text()) == report
         assert "is a folder" in refused(capsys, *comparing[:-1], str(tmp_path))
         assert "another recipe" in refused(capsys, *comparing, "--lr", "1")
+        log = tmp_path / "runs" / "cas_vit_xs" / "log.jsonl"
+        for path, complaint in ((tmp_path / "results.json", "on other images"), (log, "trained anew")):
+            path.write_text(path.read_text().replace("64 + 360 images", "65 + 360 images"))
+            patch.setattr(training, "train", lambda *args, **kwargs: open(tmp_path / "trained anew"))
+            assert complaint in refused(capsys, *comparing)
+            (tmp_path / "results.json").unlink(missing_ok=True)
         (tmp_path / "results.json").write_text("[]")
         assert "no file of results" in refused(capsys, *comparing)
 
@@ -231,6 +247,9 @@ def test_bench(tmp_path, capsys):
         (["train", "--resume", "nowhere"], "nowhere"),
         (["train", "--data", "folder:nowhere"], "nowhere"),
         (["train", "--preset", "finetune"], "--init"),
+        (["train", "--teacher", "runs/care_s0/model.safetensors"], "choose another --output"),
+        (["compare", "--init", "runs/compare/care_s1/model.safetensors"], "choose another --output"),
+        (["bench-training", "--batch-size", "0"], "batch_size"),
         (["predict", "nowhere.png", "--checkpoint", "nowhere.safetensors"], "nowhere"),
         (["verify", "nowhere.mlpackage", "--checkpoint", "nowhere.safetensors"], "nowhere"),
         (["bench", "--models", "care_s9"], "care_s9"),

@@ -23,6 +23,7 @@ from carelite.data import (
     load_splits,
     load_test_images,
     seeded,
+    split_sides,
     training_transform,
 )
 
@@ -49,8 +50,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_in_imagenets_layout(folder):
-    splits = load_folder_splits(folder, 32)
+def test_a_folder_in_imagenets_layout(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    splits = load_splits("folder:~", 32)
     assert splits.classes == ("blue", "red") and (len(splits.train), len(splits.val)) == (12, 6)
     assert [label for _, label in splits.train] == [0] * 6 + [1] * 6
     image, label = splits.val[5]
@@ -142,6 +144,17 @@ def test_the_sides_of_a_folder_and_classes_of_their_names(folder):
             picture(folder / "vehicles" / name / "1.jpg", (9, 9, 9)),
         )
     assert load_folder_splits(folder / "vehicles", 32).classes == ("bus", "train", "val")
+
+
+def test_sides_of_other_names_are_no_classes(tmp_path):
+    for side in ("Testing", "Training", ".git"):
+        for name in ("cats", "dogs"):
+            (tmp_path / side / name).mkdir(parents=True)
+    for load in (lambda: load_folder_splits(tmp_path, 32), lambda: load_test_images(f"folder:{tmp_path}", 32, ("a",))):
+        with pytest.raises(ValueError, match="Testing, Training, .*Rename them train and val"):
+            load()
+    (tmp_path / "Training" / "0.jpg").touch()  # now it may be a class
+    assert split_sides(tmp_path) == []
 
 
 def test_links_are_followed_once_and_not_round_and_round(folder, tmp_path):
@@ -286,11 +299,11 @@ def test_fit():
     assert fit(Image.new("RGB", (50, 20)), 32).shape == (3, 32, 32)
 
 
-def test_the_strongest_policy_never_fails():
-    transform = training_transform(32, auto_augment="rand-m10-n6-inc1")  # its posterizing would keep no bit at all
-    image = Image.new("RGB", (40, 32), "orange")
+@pytest.mark.parametrize("policy, times", (("rand-m10-n6-inc1", 40), ("v0", 200)))
+def test_policies_whose_posterizing_would_keep_no_bit_never_fail(policy, times):
+    transform, image = training_transform(32, auto_augment=policy), Image.new("RGB", (40, 32), "orange")
     with seeded(0):
-        assert all(transform(image).shape == (3, 32, 32) for _ in range(40))
+        assert all(transform(image).shape == (3, 32, 32) for _ in range(times))
 
 
 def test_unknown_policies_are_refused():

@@ -1,5 +1,6 @@
 """Training: the recipe, what a run leaves, resuming, several processes, distillation, evaluation."""
 
+import io
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, StackDataset, Subset
@@ -220,7 +222,8 @@ def test_a_checkpoint_builds_the_model_it_was_saved_from_or_is_refused(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_failed_save_keeps_the_old_file(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", (OSError, RuntimeError, SafetensorError))
+def test_a_failed_save_keeps_the_old_file(kind, run, tmp_path, monkeypatch):
     model, folder = run
     path = tmp_path / "model.safetensors"
     path.write_bytes((folder / "model.safetensors").read_bytes())
@@ -228,10 +231,10 @@ def test_a_failed_save_keeps_the_old_file(run, tmp_path, monkeypatch):
 
     def broken(model, filename, metadata):
         open(filename, "wb").write(b"half a file")
-        raise OSError("disk full")
+        raise kind("disk full\nand more")
 
     monkeypatch.setattr(training, "save_model", broken)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=f"^{path} cannot be written .*disk full[^\n]*$"):
         save_checkpoint(
             model, path, name="cas_vit_xs", classes=tuple("0123456789"), image_size=32, mean=(0.0,) * 3, std=(1.0,) * 3
         )
@@ -245,14 +248,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(few, t
     def fails_at_the_fifth(*args, **kwargs):  # 3 steps and an evaluation, then the second step
         return true(*args, **kwargs) * (float("nan") if next(count) == 6 else 1)
 
+    init = tmp_path / "init.safetensors"
+    other = carelite.create_model("cas_vit_xs", num_classes=10)
+    save_checkpoint(other, init, name="", classes=few.classes, image_size=32)
+    config = replace(TINY, model="cas_vit_xs", init=str(init))
+    whole = train(config, few, tmp_path / "whole")
     monkeypatch.setattr(training.F, "cross_entropy", fails_at_the_fifth)
     with pytest.raises(ArithmeticError, match="nan in epoch 2, step 5 .batch 2 of 3"):
-        train(replace(TINY, model="cas_vit_xs"), few, tmp_path)
+        train(config, few, tmp_path)
     monkeypatch.undo()
     assert [line["epoch"] for line in lines(tmp_path)] == [1]
     load_checkpoint(tmp_path / "model.safetensors")
-    resumed = train(replace(TINY, model="cas_vit_xs"), few, tmp_path, resume=True)
-    assert equal(resumed, train(replace(TINY, model="cas_vit_xs"), few, tmp_path / "whole"))
+    init.unlink()  # a state has all weights
+    assert equal(train(config, few, tmp_path, resume=True), whole)
 
 
 def test_weights_that_are_not_finite_are_never_saved(run, few, tmp_path):
@@ -292,9 +300,20 @@ def test_bad_settings_are_refused(change):
 def test_images_of_another_size_are_refused(few, tmp_path):
     with pytest.raises(ValueError, match="32(.|\n)*image_size is 64"):
         train(replace(TINY, image_size=64), few, tmp_path / "run")
-    with pytest.raises(ValueError, match="choose another output"):
+    with pytest.raises(ValueError, match="choose another --output"):
         train(replace(TINY, data=f"folder:{tmp_path}"), few, tmp_path / "run")
+    weights = tmp_path / "run" / ".." / "run" / "model.safetensors"
+    for field, spec in (("init", weights), ("teacher", weights), ("teacher", f"resnet18={weights}")):
+        with pytest.raises(ValueError, match=f"overwrite its {field}, (.|\n)*choose another --output"):
+            train(replace(TINY, **{field: str(spec)}), few, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_models_that_do_not_fit_the_images_are_refused(few, tmp_path):
+    grey = carelite.CASViT(CAS_VIT_CONFIGS["cas_vit_xs"], num_classes=10, in_chans=1)
+    for model, message in ((shallow(9), "9 classes"), (grey, "1 channels"), (nn.Linear(1, 1), "a Linear")):
+        with pytest.raises(ValueError, match=message):
+            train(TINY, few, tmp_path / "run", model=model)
 
 
 def test_too_few_images_are_refused(digits, tmp_path):
@@ -499,6 +518,10 @@ def test_resuming_is_refused_where_it_would_be_wrong(interrupted, few, tmp_path)
         train(TINY, replace(few, listing="abc"), interrupted, resume=True, model=shallow())
     with pytest.raises(FileExistsError, match="unfinished run"):
         train(TINY, few, interrupted)
+    state = training.read_state(interrupted / "state.pt") | dict(config=replace(TINY, data="folder:images"))
+    training.check_state(state, replace(TINY, data="folder:elsewhere/images"), few, 1)  # the listing is the same
+    with pytest.raises(ValueError, match="data was 'folder', now 'digits'"):
+        training.check_state(state, TINY, few, 1)
     whole = (interrupted / "state.pt").read_bytes()
     torch.save(dict(config={"epochs": 1}), tmp_path / "other.pt")
     for damaged in (b"", b"junk", whole[: len(whole) // 2], (tmp_path / "other.pt").read_bytes()):
@@ -707,6 +730,7 @@ def test_evaluation_in_numbers():
     assert result.accuracy == 0.5 and result.top(2) == 0.75 and result.top(5) == 1
     assert result.confusion.tolist() == [[1, 0, 0], [0, 0, 2], [0, 0, 1]]
     assert result.class_accuracy.tolist() == [1, 0, 1]
+    training.plot_confusion(result, ("$", "a$b$", "$^$")).savefig(io.BytesIO(), dpi=20)  # no formulas
 
 
 def test_two_classes_of_pictures_are_learnt(tmp_path):
