@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -323,8 +324,10 @@ def bench(args: argparse.Namespace) -> None:
 
     settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
     folder = Path(args.output)
-    result = benchmark(settings, progress=lambda text: print(text, file=sys.stderr))
-    save_result(result, folder / "benchmark.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    keep = functools.partial(save_result, path=folder / "benchmark.json")
+    result = benchmark(settings, lambda text: print(text, file=sys.stderr), keep)
+    keep(result)
     plot_benchmark(result).savefig(folder / "benchmark.png", dpi=120)
     print(result_table(result), ratio_table(result), sep="\n\n")
     print(f"\nEverything is in {folder}: benchmark.json and benchmark.png.")

@@ -94,7 +94,7 @@ def orthogonal_features(num_features: int, dim: int) -> Float[Tensor, "m d"]:
     basis, triangle = torch.linalg.qr(torch.randn(blocks, dim, dim))
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else some directions never occur
     lengths = torch.randn(blocks, dim, dim).norm(dim=-1, keepdim=True)
-    return (basis * lengths).flatten(0, 1)[:num_features]
+    return (basis * lengths).flatten(0, 1)[:num_features].clone()  # a slice would keep the rest in memory
 
 # %% ../notebooks/16_attention_family.ipynb #cell-026
 class Performer(HeadedMixer):

@@ -179,8 +179,14 @@ class Settings:
         if int(number or 0) >= there.get(kind, 0):
             present = ", ".join(name for name, count in there.items() if count)
             raise ValueError(f"device={self.device!r} is not there: this machine has {present}.")
-        if min(self.rounds, self.repeats, self.batch) < 1:
-            raise ValueError("rounds, repeats and batch must be at least 1.")
+        if min(self.rounds, self.repeats, self.batch, len(self.models)) < 1 or min(self.threads, self.warmup) < 0:
+            raise ValueError("rounds, repeats, batch and models must be at least 1, threads and warmup at least 0.")
+        if unfit := [size for size in self.growth_sizes if size < 32 or size % 16]:
+            raise ValueError(f"growth_sizes must be multiples of 16, from 32 on: {unfit[0]} is none.")
+        for name in self.models:
+            cfg = timm.get_pretrained_cfg(name)
+            if cfg and cfg.fixed_input_size and self.size_of(name) != cfg.input_size[-1]:
+                raise ValueError(f"{name} takes images of {cfg.input_size[-1]} pixels only, not {self.size_of(name)}.")
 
     def size_of(self, name: str) -> int:
         """The image size at which the model `name` is measured, in pixels."""
@@ -277,9 +283,14 @@ def describe_machine(settings: Settings) -> dict:
     return dict(processor=processor(), cores=os.cpu_count(), device=device, threads=torch.get_num_threads(), **versions)
 
 # %% ../notebooks/15_benchmark.ipynb #cell-041
-def benchmark(settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None) -> dict:
+def benchmark(
+    settings: Settings = Settings(),
+    progress: Callable[[str], None] = lambda text: None,
+    keep: Callable[[dict], None] = lambda result: None,
+) -> dict:
     """Count and time everything that `settings` name, on this machine; `progress` is told what happens.
 
+    `keep` is given the result once before the growth with resolution, the last part, is timed.
     Raises ValueError for unfit settings, ImportError without ONNX Runtime. Nothing is written but temporary files.
     """
     import_onnxruntime()
@@ -297,11 +308,12 @@ def benchmark(settings: Settings = Settings(), progress: Callable[[str], None] =
         times = measure(latency, settings.rounds, settings.repeats, settings.warmup)
         batched = {key: run for key, run in runs.items() if key[2] > 1}
         times |= measure(batched, max(settings.rounds // 3, 1), 1, 1)
-        progress("timing the growth with resolution")
-        growth = grow(settings)
     rows = [dict(model=m, form=f, batch=b, milliseconds=times[m, f, b]) for m, f, b in runs]
     machine = describe_machine(settings)
-    return dict(machine=machine, settings=asdict(settings), models=models, times=rows, growth=growth)
+    result = dict(machine=machine, settings=asdict(settings), models=models, times=rows, growth={})
+    keep(result)
+    progress("timing the growth with resolution")
+    return result | dict(growth=grow(settings))
 
 # %% ../notebooks/15_benchmark.ipynb #cell-042
 def save_result(result: dict, path: Path) -> None:
@@ -360,7 +372,7 @@ def ratio_table(result: dict) -> str:
         compiled = spread(*ratio(times, (name, "compiled", 1), (name, "eager", 1)), 2)
         lines.append(f"| `{name}`, compiled | the same, eager | {compiled} | – |")
     for name in ours:
-        for peer in (p for p in result["models"] if p not in list_models()):
+        for peer in (p for p in result["models"] if p not in (name, *list_models())):
             cells = [spread(*ratio(times, (name, f, 1), (peer, f, 1)), 2) for f in ("eager", "onnxruntime")]
             lines.append(f"| `{name}` | `{peer}` | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)

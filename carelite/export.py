@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['PRECISIONS', 'COMPRESSIONS', 'LICENCE', 'EXPORTER', 'OPSET', 'BATCHES', 'ONNX_TOLERANCE', 'quiet',
-           'import_coremltools', 'Packaged', 'prepare', 'trace', 'compression_passes', 'convert', 'normalisation_of',
-           'Request', 'check_labels', 'check_size', 'check_path', 'check_request', 'written_whole', 'metadata',
-           'describe', 'export_coreml', 'save_onnx', 'original_outputs', 'check_onnx', 'import_onnxruntime',
+           'import_coremltools', 'Packaged', 'prepare', 'trace', 'conversion_passes', 'compression_passes', 'convert',
+           'normalisation_of', 'Request', 'check_labels', 'check_size', 'check_path', 'check_request', 'written_whole',
+           'metadata', 'describe', 'export_coreml', 'save_onnx', 'original_outputs', 'check_onnx', 'import_onnxruntime',
            'export_onnx']
 
 # %% ../notebooks/13_export.ipynb #cell-005
@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import nn
 
 from .backbone import MIN_SIZE, Backbone
-from .fusion import fuse
+from .fusion import check_fusable, fuse
 
 # %% ../notebooks/13_export.ipynb #cell-011
 @contextlib.contextmanager
@@ -94,6 +94,14 @@ PRECISIONS = ("float16", "float32")
 COMPRESSIONS = (None, "palettize6", "int8")
 
 
+def conversion_passes():
+    """The converter's passes, without those that put a scale or shift into the weights before it: `fuse` did that."""
+    passes = import_coremltools().PassPipeline.DEFAULT
+    kinds = ("conv_scale", "conv_bias", "elementwise_to_batchnorm", "linear_bias", "matmul_weight_bias")
+    passes.remove_passes({f"common::fuse_{kind}" for kind in kinds})
+    return passes
+
+
 def compression_passes(compress: str | None):
     """The converter's pass that compresses weights, one of `COMPRESSIONS`; for None there is none."""
     ct = import_coremltools()
@@ -121,6 +129,7 @@ def convert(program: torch.export.ExportedProgram, size, precision: str, outputs
         inputs=[image],
         outputs=[ct.TensorType(name=name, dtype=np.float32) for name in outputs],
         compute_precision=ct.precision[precision.upper()],
+        pass_pipeline=conversion_passes(),
         **target,
     )
     mil.functions["main"].output_types = None  # applied by now; a classifier's outputs are one more
@@ -186,7 +195,7 @@ def check_path(path: str | Path, suffix: str) -> Path:
     if path.suffix.lower() != suffix:
         raise ValueError(f"{path.name!r} must end in {suffix}.")
     export = path.is_file() if suffix == ".onnx" else (path / "Manifest.json").is_file()
-    if path.exists() and not export:
+    if (path.exists() or path.is_symlink()) and not export:
         raise ValueError(f"{path} is there already and no earlier export: move it away, or choose another path.")
     return path
 
@@ -198,6 +207,7 @@ def check_request(
     classes = None if classes is None else tuple(str(label) for label in classes)
     if not isinstance(model, Backbone):
         raise TypeError(f"an export takes a carelite model such as CARE, got {type(model).__name__}.")
+    check_fusable(model)
     if model.stem[0].in_channels != 3:
         raise ValueError(f"an RGB image has 3 channels, the model takes {model.stem[0].in_channels}.")
     if pyramid and classes:

@@ -323,7 +323,9 @@ def test_by_name_into_stages_three_and_four():
         assert kinds(shallow("care_s0", name)) == kinds(default)[:2] + [{mixer}] * 2
 
 
-def test_a_class_works_too_and_in_cas_vit():
+def test_a_class_works_too_and_in_cas_vit(tmp_path):
+    from carelite.training import save_checkpoint
+
     class Doubled(torch.nn.Module):
         def __init__(self, dim, num_heads):
             super().__init__()
@@ -340,7 +342,10 @@ def test_a_class_works_too_and_in_cas_vit():
             True,
         ]
     for name in ATTENTIONS:
-        assert shallow("cas_vit_xs", name)(images(1, 32, 48)).isfinite().all()
+        built = shallow("cas_vit_xs", name)
+        assert built(images(1, 32, 48)).isfinite().all()
+        notes = dict(name="", classes="0123456789", image_size=32, mean=(0.5,) * 3, std=(0.5,) * 3)
+        save_checkpoint(built, tmp_path / "model.safetensors", **notes)
 
 
 def test_bad_requests():

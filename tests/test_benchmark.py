@@ -39,6 +39,13 @@ def test_the_readme_has_the_stored_figures():
         assert table in readme, "paste this table into README.md:\n" + table
 
 
+def test_no_model_is_its_own_peer():
+    forms = ("trained", "eager", "compiled", "onnxruntime", "onnxruntime trained")
+    rows = [dict(model=m, form=f, batch=1, milliseconds=[1.0]) for m in ("resnet18", "resnet34") for f in forms]
+    table = ratio_table(dict(times=rows, models=["resnet18", "resnet34"], settings=dict(all_forms=["resnet18"])))
+    assert "| `resnet18` | `resnet34` |" in table and "| `resnet18` | `resnet18` |" not in table
+
+
 @pytest.mark.parametrize("name", ("repvit_m0_9", "mobilenetv4_conv_medium"))
 def test_peers_are_prepared_as_their_authors_meant(name):
     model = timm.create_model(name).eval()
@@ -54,6 +61,10 @@ def test_settings_refuse():
         ({"models": ("care_s9",)}, "care_s9"),
         ({"precision": "int3"}, "int3"),
         ({"rounds": 0}, "1"),
+        ({"models": ()}, "models"),
+        ({"threads": -1}, "threads"),
+        ({"growth_sizes": (64, 33)}, "33"),
+        ({"models": ("vit_tiny_patch16_224",), "image_size": 32}, "224 pixels only"),
         ({"device": "cuda:99"}, "cuda:99.*cpu"),
         ({"device": "abacus"}, "abacus"),
     ):

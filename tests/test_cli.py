@@ -224,7 +224,11 @@ def test_export_of_what_was_not_trained(tmp_path, capsys):
     assert {p.name for p in tmp_path.iterdir()} == {"random.ONNX", "official.pth"}
 
 
-def test_bench(tmp_path, capsys):
+def test_bench(tmp_path, capsys, monkeypatch):
+    from carelite import benchmark
+
+    grow = benchmark.grow
+    monkeypatch.setattr(benchmark, "grow", lambda s: (tmp_path / "benchmark.json").stat() and grow(s))  # written before
     flags = "--models cas_vit_xs --all-forms --image-size 64 --batch 2 --rounds 2 --repeats 1 --warmup 1 --device cpu"
     main(["bench", *flags.split(), "--growth-sizes", "64", "--output", str(tmp_path)])
     assert "| `cas_vit_xs` | 64 |" in capsys.readouterr().out
@@ -234,6 +238,7 @@ def test_bench(tmp_path, capsys):
     assert len(rows["eager", 1]) == 2 and all(value > 0 for times in rows.values() for value in times)
     assert result["models"]["cas_vit_xs"]["top1"] == 78.3 and len(result["growth"]) == 3
     assert {p.name for p in tmp_path.iterdir()} == {"benchmark.json", "benchmark.png"}
+    assert "benchmark.png" in refused(capsys, "bench", *flags.split(), "--output", str(tmp_path / "benchmark.png"))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from timm.layers import BatchNormAct2d, Mlp
+from timm.layers import BatchNormAct2d, LayerScale2d, Mlp
 from torch import nn
+from torch.nn.utils import prune
 
 import carelite
 from carelite import export, fusion
@@ -20,7 +22,17 @@ from carelite.export import export_coreml, export_onnx
 from carelite.fusion import fuse
 from carelite.linear_attention import LinearAttention
 from carelite.self_attention import count_macs
-from carelite.verification import load_program, real_images, verify
+from carelite.verification import (
+    PackageError,
+    Recorder,
+    Report,
+    StoredProgram,
+    compare_classes,
+    load_program,
+    read_weights,
+    real_images,
+    verify,
+)
 from helpers import MODELS, fill_in_place, filled, images
 
 pytestmark = pytest.mark.unchecked
@@ -119,7 +131,21 @@ def local_of_strange_parts(dim: int) -> nn.Sequential:
     )
 
 
+class Walked(nn.Module):
+    """Goes through its layers in a way of its own."""
+
+    def __init__(self, dim: int, num_heads: int = 1):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(dim, dim, 1), nn.BatchNorm2d(dim))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 STRANGE = {
+    "walk": ("cas_vit_xs", dict(mixers=(Walked,) * 4)),
     "mixer": ("cas_vit_xs", dict(mixers=(TwiceReading,) * 4)),
     "mlp": ("cas_vit_xs", dict(mlp=lambda dim, hidden: TwiceReadingMlp(dim, hidden, use_conv=True))),
     "local": ("cas_vit_xs", dict(local=local_of_strange_parts)),
@@ -149,6 +175,30 @@ def test_fusion_refuses(model):
         fuse(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="together"):
         fuse(model, mean=(0.5, 0.5, 0.5))
+    for spoil, message in (
+        (lambda m: prune.l1_unstructured(m.stem[0], "weight", 0.5), "'stem.0'.*permanent"),
+        (lambda m: nn.utils.parametrizations.weight_norm(m.head.fc), "'head.fc'.*permanent"),
+        (lambda m: setattr(m.head, "fc", nn.Sequential(m.head.fc)), "Linear"),
+        (lambda m: setattr(m, "head", m.head.fc), "Head"),
+        (lambda m: [setattr(h, "fc", nn.Linear(m.num_features, 7)) for h in m.get_classifier()], "7.*reset_classifier"),
+    ):
+        spoilt = shallow("care_s0")
+        spoil(spoilt)
+        for take in (lambda m: fuse(m.eval()), lambda m: export_coreml(m, "never.mlpackage", image_size=64)):
+            with pytest.raises(ValueError, match=message):
+                take(spoilt)
+
+
+@torch.inference_mode()
+def test_fusion_takes_other_norms(model):
+    other = nn.SyncBatchNorm.convert_sync_batchnorm(
+        shallow("care_s0" if isinstance(model, carelite.CARE) else "cas_vit_xs")
+    )
+    for head in other.get_classifier():
+        head.norm = nn.LayerNorm(other.num_features, elementwise_affine=False)
+    fused, x = fuse(other.eval()), images(2, 64, 64)
+    torch.testing.assert_close(fused(x), other(x), atol=1e-5, rtol=1e-5)
+    assert not any(isinstance(m, nn.SyncBatchNorm) for m in fused.modules())
 
 
 def test_a_package_is_right(package, model):
@@ -195,11 +245,29 @@ def test_compressed_packages(name, compress, tmp_path):
     weight_file(path).write_bytes(data)
     found = verify(path, model, PICTURES[:1, ..., :64])
     assert not found.ok and "nearest" in str(found)
+    for code, start, size in payloads(data):
+        if code == 1:  # among them every table, or every scale
+            data[start : start + size] = bytes(size)
+    weight_file(path).write_bytes(data)
+    faults = verify(path, model, PICTURES[:1, ..., :64]).faults
+    assert sum("its table" in f or "scales are not" in f for f in faults) == report.compressed_constants
+
+
+class OwnParts(nn.Module):
+    """A mixer with capital letters, and scale and shift behind a convolution, which the converter would put into it."""
+
+    def __init__(self, dim: int, num_heads: int = 1):
+        super().__init__()
+        self.Wq, self.wq = (nn.Conv2d(dim, dim, 1, bias=False) for _ in range(2))
+        self.gamma, self.beta = LayerScale2d(dim), nn.Parameter(torch.zeros(dim, 1, 1))
+
+    def forward(self, x):
+        return self.gamma(self.Wq(x)) + (self.wq(x) + self.beta)
 
 
 @torch.inference_mode()
 def test_a_pyramid_of_features(tmp_path):
-    model = shallow("cas_vit_xs")
+    model = shallow("cas_vit_xs", mixers=(OwnParts,) * 4)
     path = export_coreml(model, tmp_path / "maps.mlpackage", image_size=64, pyramid=True, precision="float32")
     pictures = PICTURES[..., :64]
     report = verify(path, model, pictures)
@@ -341,6 +409,31 @@ def test_swapped_channels_are_found(half, model, tmp_path):
     assert not report.ok and report.equal_constants == report.constants and f", {first} " in report.departure
 
 
+def test_a_wrong_description_is_found(half, tmp_path):
+    from coremltools.proto import Model_pb2
+
+    (path,) = half.rglob("*.mlmodel")
+    saved = path.read_bytes()
+
+    def first_step(model):
+        (block,) = model.mlProgram.functions["main"].block_specializations.values()
+        return next(op for op in block.operations if op.type == "conv").outputs[0].type.tensorType
+
+    for spoil in (
+        lambda m: setattr(m.description.output[0], "name", "scores"),
+        lambda m: m.description.output[0].type.multiArrayType.shape.append(2),
+        lambda m: setattr(m.description, "predictedFeatureName", "logits"),
+        lambda m: setattr(m.description.input[0].type.imageType, "width", 95),
+        lambda m: setattr(first_step(m), "dataType", 11),  # FLOAT32
+    ):
+        model = Model_pb2.Model.FromString(saved)
+        spoil(model)
+        with pytest.raises(PackageError):
+            StoredProgram(model, read_weights(weight_file(half)))
+    with pytest.raises(ValueError, match="ONNX"):
+        load_program("model.onnx")
+
+
 def test_a_wrong_mean_is_found(half, model):
     """The package has the right one; a model with another mean is what such a package would be compared with."""
     mean = model.pretrained_cfg["mean"]
@@ -348,14 +441,31 @@ def test_a_wrong_mean_is_found(half, model):
 
 
 def test_a_fault_in_the_fusion_is_found(monkeypatch, tmp_path):
-    """The reference of float32 packages is the unfused model, so that a wrong fold cannot hide behind itself."""
+    """The fused network is held to the model in every precision, so that a wrong fold cannot hide behind itself."""
     model, true = shallow("care_s0"), fusion.fold_before
     wrong = lambda scale, shift, conv: true(scale, 0.9 * shift, conv)  # noqa: E731
     monkeypatch.setattr(fusion, "fold_before", wrong)
-    package = export_coreml(
-        model, tmp_path / "model.mlpackage", image_size=(64, 96), classes=CLASSES, precision="float32"
-    )
-    assert not verdict(package, model)
+    package = export_coreml(model, tmp_path / "model.mlpackage", image_size=(64, 96), classes=CLASSES)
+    assert "fuse is wrong" in str(verify(package, model, PICTURES))
+
+
+def test_numbers_in_the_graph_are_rounded_like_the_converters():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return 0.3 * x + x / 7
+
+    x, (a, b) = torch.rand(1, 3, 8, 8), torch.tensor([0.3, 1 / 7]).half().float()
+    (found,) = Recorder(export.trace(Scaled(), (8, 8), ("logits",)).module(), half=True).run(x)
+    torch.testing.assert_close(found, a * x + b * x, atol=1e-7, rtol=0)
+
+
+def test_probabilities_are_the_softmax_of_the_logits():
+    logits = torch.tensor([[1.0, 3.0], [2.0, 0.0]])
+    for temperature, faults in ((1, 0), (1.1, 1)):
+        report, rows = Report("package", precision="float16"), (logits / temperature).softmax(1).tolist()
+        results = dict(logits=logits, classLabel=["b", "a"], classLabel_probs=[dict(zip("ab", row)) for row in rows])
+        compare_classes(SimpleNamespace(labels=["a", "b"]), results, logits, report)
+        assert len(report.faults) == faults
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -411,6 +521,7 @@ BAD_REQUESTS = {
     "three sizes": (dict(image_size=(64, 64, 64)), "height"),
     "a folder in the way": (dict(path="folder.mlpackage"), "no earlier export"),
     "a file in the way": (dict(path="file.mlpackage"), "no earlier export"),
+    "a link to nothing": (dict(path="link.mlpackage"), "no earlier export"),
     "std": (dict(mean=(0.5,) * 3, std=(0.0,) * 3), "std"),
     "channels": (dict(mean=(0.5,), std=(0.5,)), "3 numbers"),
 }
@@ -425,6 +536,8 @@ def test_a_bad_request_is_refused_and_leaves_nothing(model, request_, tmp_path, 
     (tmp_path / "folder.mlpackage" / "letter.txt").write_text("mine")
     (tmp_path / "file.mlpackage").write_text("mine")
     shutil.copytree(tmp_path / "folder.mlpackage", tmp_path / "folder.onnx")
+    (tmp_path / "link.mlpackage").symlink_to("nowhere")
+    (tmp_path / "link.onnx").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
     kwargs = {"path": "model.mlpackage", "image_size": 64, "classes": CLASSES} | kwargs
     path = tmp_path / kwargs.pop("path")
