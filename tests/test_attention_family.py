@@ -436,7 +436,7 @@ def test_core_ml(name, four, tmp_path):
     pixels = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
     report = verify(package, model, pixels, **ends)
     assert report.ok, str(report)
-    assert report.equal_constants == report.constants >= 80 and report.agreement == 1
+    assert report.equal_constants == report.constants >= 70 and report.agreement == 1
     if "mlla" not in four:
         return
     place = load_program(package).from_file["cos_to_fp16"]  # a table that the converter computed, no weight
