@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import shlex
@@ -409,21 +410,27 @@ def add_training_flags(parser: argparse.ArgumentParser, resume: bool = False) ->
     from carelite.training import PRESETS, TrainConfig
 
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--preset", choices=PRESETS, help="the recipe to start from; default: quick")
+    source.add_argument(
+        "--preset", choices=PRESETS, help="the recipe to start from; default: quick (bench-training: care)"
+    )
     source.add_argument("--config", help="config.json of an earlier run, instead of a preset")
     if resume:
         source.add_argument("--resume", metavar="FOLDER", help="go on with the interrupted run in this folder")
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, inspect.cleandoc(TrainConfig.__doc__)
     for field in dataclasses.fields(TrainConfig):
         values = ", ".join(f"{name} {getattr(preset, field.name)!r}" for name, preset in PRESETS.items())
         kind = dict(action=argparse.BooleanOptionalAction) if field.type is bool else dict(type=field.type)
         parser.add_argument("--" + field.name.replace("_", "-"), help=values, **kind)
-    parser.add_argument("--output", help="folder of the run; default: runs/MODEL (demo: runs/demo)")
+    parser.add_argument(
+        "--output", help="folder of the run; default: runs/MODEL (demo: runs/demo, compare: runs/compare/MODEL)"
+    )
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of the benchmark's Settings, with its default."""
     from carelite.benchmark import Settings
 
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, inspect.cleandoc(Settings.__doc__)
     for field in dataclasses.fields(Settings):
         flag, several = "--" + field.name.replace("_", "-"), isinstance(field.default, tuple)
         kind = type(field.default[0] if several else field.default)
@@ -435,7 +442,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all its commands."""
-    parser = argparse.ArgumentParser(prog="carelite", description=carelite.__doc__)
+    parser = argparse.ArgumentParser(prog="carelite", description=carelite.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"carelite {carelite.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -110,16 +110,17 @@ def check_config(config: Any) -> None:
 class TrainConfig:
     """A training run: all that decides its result besides the images and the number of processes.
 
-    What is trained: `model`, a name of `carelite.list_models()`; `attention`, a mixer of the attention family in
-    stages 3 and 4 of CARE instead of its own; `init`, a checkpoint to start from. On what: `data`, `train_images` and
-    `skip_faults` as in `carelite.data.load_splits`; `image_size` in pixels; from `min_size` to `max_size`, multiples
-    of 32, the sizes that training draws from at each step (0: only `image_size`).
+    What is trained: `model`, a name of `carelite.list_models()`; `attention`, a name of
+    `carelite.attention_family.ATTENTIONS`, in stages 3 and 4 instead of the model's own; `init`, a checkpoint to start
+    from. On what: `data`, `train_images` and `skip_faults` as in `carelite.data.load_splits`; `image_size` in pixels;
+    from `min_size` to `max_size`, multiples of 32, the sizes that training draws from at each step (0: only
+    `image_size`).
 
     How: `epochs`; `batch_size`, images of a step and process, run in `accumulation` parts; `lr`, the peak learning
     rate, for a step of `lr_batch` images and in proportion for others (0: for any); it is reached after
     `warmup_epochs` and falls to `min_lr`; `weight_decay`; `clip_grad`, the largest norm of the gradient (0: any);
     `label_smoothing`; `drop_path_rate`; `ema_decay` of the averaged weights (0: none); `mixed_precision`, "no",
-    "bf16" or "fp16" (GPU only); `teacher`, see `load_teacher`, with `distillation` "hard" or "soft" at `temperature`;
+    "bf16", or on a GPU "fp16"; `teacher`, see `load_teacher`, with `distillation` "hard" or "soft" at `temperature`;
     it has the share `alpha` of the loss.
 
     How images change: `crop_scale` to `zoom`, see `carelite.data.training_transform`; `erasing`, the probability that
