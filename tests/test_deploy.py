@@ -150,11 +150,17 @@ STRANGE = {
     "mlp": ("cas_vit_xs", dict(mlp=lambda dim, hidden: TwiceReadingMlp(dim, hidden, use_conv=True))),
     "local": ("cas_vit_xs", dict(local=local_of_strange_parts)),
     "inter2": ("care_s0", dict(inter2=lambda dim, ratio: with_norm(Interaction(dim, ratio)))),
+    "convolution": ("care_s0", dict(inter2=lambda dim, ratio: with_convolution(Interaction(dim, ratio)))),
 }
 
 
 def with_norm(interaction: Interaction) -> Interaction:
     interaction.norm = nn.GroupNorm(4, interaction.norm.num_features)
+    return interaction
+
+
+def with_convolution(interaction: Interaction) -> Interaction:
+    interaction.expand.__class__ = Doubling
     return interaction
 
 

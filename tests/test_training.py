@@ -300,6 +300,9 @@ def test_bad_settings_are_refused(change):
 def test_images_of_another_size_are_refused(few, tmp_path):
     with pytest.raises(ValueError, match="32(.|\n)*image_size is 64"):
         train(replace(TINY, image_size=64), few, tmp_path / "run")
+
+
+def test_a_run_keeps_clear_of_its_images_and_of_the_checkpoints_it_needs(few, tmp_path):
     with pytest.raises(ValueError, match="choose another --output"):
         train(replace(TINY, data=f"folder:{tmp_path}"), few, tmp_path / "run")
     weights = tmp_path / "run" / ".." / "run" / "model.safetensors"
